@@ -1,0 +1,109 @@
+"""The paged KV cache: one region a layer, one row a block of tokens, allocated once at start.
+
+A row holds, side by side and head-major, so that a scale can never be separated from the data it scales:
+
+    K  [num_kv_heads, block_size, head_dim]   int8 | bf16 | fp32
+    V  [num_kv_heads, block_size, head_dim]
+    K scales [num_kv_heads, block_size]       fp16, int8 only: one scale per token and KV head
+    V scales [num_kv_heads, block_size]
+
+Block b of a sequence lives in row b of every layer's region. What is stored is what travels between the pools.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from twinpool.errors import ConfigError
+
+KV_DTYPES = {"int8": torch.int8, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvLayout:
+    """Shape of every row of every layer's region."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int  # tokens a row
+    kv_dtype: str  # a key of KV_DTYPES
+
+    @property
+    def _plane_bytes(self) -> int:
+        return self.num_kv_heads * self.block_size * self.head_dim * KV_DTYPES[self.kv_dtype].itemsize
+
+    @property
+    def _scale_bytes(self) -> int:
+        return self.num_kv_heads * self.block_size * 2 if self.kv_dtype == "int8" else 0
+
+    @property
+    def row_bytes(self) -> int:
+        return 2 * self._plane_bytes + 2 * self._scale_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that one block of tokens takes over all layers."""
+        return self.num_layers * self.row_bytes
+
+    def describe(self) -> str:
+        """Everything two caches must agree on to exchange rows, as one line (part of the fingerprint)."""
+        return (
+            f"layers={self.num_layers} kv_heads={self.num_kv_heads} head_dim={self.head_dim} "
+            f"block={self.block_size} dtype={self.kv_dtype} scales=token-head-fp16 order=head-major/v1"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvView:
+    """One layer's region seen as tensors that share its memory.
+
+    k, v: [num_rows, num_kv_heads, block_size, head_dim]; k_scale, v_scale: [num_rows, num_kv_heads, block_size] fp16,
+    or None when the cache is not quantized.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+
+    @property
+    def block_size(self) -> int:
+        return self.k.shape[2]
+
+
+class KvCache:
+    """All layers' regions. `buffers[i]` is layer i's region as uint8 [num_rows, row_bytes]; `views[i]` the same, typed."""
+
+    def __init__(self, layout: KvLayout, num_rows: int, device: str = "cpu") -> None:
+        if num_rows < 1:
+            raise ConfigError(
+                f"the cache memory holds no block of {layout.block_size} tokens ({layout.block_bytes} bytes): raise --memory"
+            )
+        self.layout = layout
+        self.num_rows = num_rows
+        try:
+            self.buffers = [
+                torch.zeros(num_rows, layout.row_bytes, dtype=torch.uint8, device=device)
+                for _ in range(layout.num_layers)
+            ]
+        except (RuntimeError, MemoryError) as exc:
+            raise ConfigError(
+                f"cannot allocate {num_rows * layout.block_bytes} bytes of KV cache: lower --memory"
+            ) from exc
+        self.views = [self._view(buffer) for buffer in self.buffers]
+
+    def _view(self, buffer: torch.Tensor) -> KvView:
+        lay = self.layout
+        plane, scale = lay._plane_bytes, lay._scale_bytes
+        shape = (lay.num_kv_heads, lay.block_size, lay.head_dim)
+        dtype = KV_DTYPES[lay.kv_dtype]
+        k = buffer[:, :plane].view(dtype).unflatten(1, shape)
+        v = buffer[:, plane : 2 * plane].view(dtype).unflatten(1, shape)
+        if not scale:
+            return KvView(k=k, v=v, k_scale=None, v_scale=None)
+        k_scale = buffer[:, 2 * plane : 2 * plane + scale].view(torch.float16).unflatten(1, shape[:2])
+        v_scale = buffer[:, 2 * plane + scale :].view(torch.float16).unflatten(1, shape[:2])
+        return KvView(k=k, v=v, k_scale=k_scale, v_scale=v_scale)
