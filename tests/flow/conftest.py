@@ -1,0 +1,59 @@
+"""Fixtures that start real processes. `shared` is one 2 + 2 deployment for tests that kill nothing; `cluster` is a test's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import tiny_models
+from tests.flow.cluster import Cluster, open_cluster
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.flow)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.make(tmp_path_factory.mktemp("models") / "tiny", "llama")
+
+
+@pytest.fixture(scope="session")
+def shared_deployment(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Cluster]:
+    yield from open_cluster(tmp_path_factory.mktemp("shared"), tiny_model, 2, 2)
+
+
+@pytest.fixture
+def shared(shared_deployment: Cluster) -> Iterator[Cluster]:
+    yield shared_deployment
+    shared_deployment.assert_baseline()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, tiny_model: Path) -> Iterator[Cluster]:
+    """Empty: the test starts what it needs."""
+    own = Cluster(tmp_path, tiny_model)
+    try:
+        yield own
+    finally:
+        own.close()
+
+
+@pytest.fixture
+def deploy(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[..., Cluster]]:
+    """deploy(prefill, decode, **worker_options) -> a ready Cluster of this test's own."""
+    opened: list[Iterator[Cluster]] = []
+
+    def start(prefill: int, decode: int, **options: str) -> Cluster:
+        deployment = open_cluster(tmp_path / f"deployment-{len(opened)}", tiny_model, prefill, decode, **options)
+        (tmp_path / f"deployment-{len(opened)}").mkdir()
+        opened.append(deployment)
+        return next(deployment)
+
+    yield start
+    for deployment in opened:
+        deployment.close()
