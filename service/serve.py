@@ -1,0 +1,272 @@
+"""A gRPC process: its event loop, its server, and the channels to its peers.
+
+    async def main(stop: asyncio.Event) -> None:
+        serving = await serve(
+            [Service(name="twinpool.v1.Decode", add=add_DecodeServicer_to_server, servicer=servicer, internal=True)],
+            host=config.host, port=config.port, cluster_key=config.cluster_key,
+        )
+        announce_ready("10.0.0.7:7072", http.port, config.ready_file)
+        try:
+            await stop.wait()                  # SIGTERM or SIGINT
+            await serving.set_serving(False)   # health says NOT_SERVING while the process drains
+        finally:
+            await serving.stop(grace_s=5)
+
+    run(main)
+
+Handlers raise errors of twinpool/errors.py; the server turns them into a status with metadata. Anything else becomes
+INTERNAL with a short id under which the log has the traceback. Peers use `channel(address, cluster_key)`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+import os
+import secrets
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from service.address import bind_error, check_bindable, join
+from service.security import ClusterKeyInterceptor, key_metadata
+from twinpool.errors import Internal, TwinpoolError, to_metadata
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 64 << 20
+MAX_DETAILS_CHARS = 2000  # a status travels in HTTP/2 headers, which peers limit to 8 KiB
+
+# A frozen peer (SIGSTOP, a paused container) answers no ping. Keepalive alone was seen not to notice it, because
+# another ping of gRPC's own was pending; ping_timeout_ms ends that one too.
+_KEEPALIVE = [
+    ("grpc.keepalive_time_ms", 3000),
+    ("grpc.keepalive_timeout_ms", 4000),
+    ("grpc.http2.ping_timeout_ms", 4000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+_MESSAGES = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+]
+_SERVER_OPTIONS = [
+    *_KEEPALIVE,
+    *_MESSAGES,
+    ("grpc.so_reuseport", 0),  # else a second process would share the port without a word
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+]
+_CHANNEL_OPTIONS = [
+    *_KEEPALIVE,
+    *_MESSAGES,
+    ("grpc.enable_http_proxy", 0),  # peers are reached directly, whatever http_proxy says
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2000),  # also how long one attempt to connect may take
+    ("grpc.max_reconnect_backoff_ms", 2000),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """A gRPC service to serve. `internal`: only for callers with the cluster key."""
+
+    name: str  # full name, "twinpool.v1.Router"
+    add: Callable[[Any, grpc.aio.Server], None]  # the generated add_XServicer_to_server
+    servicer: Any
+    internal: bool = False
+
+
+class Serving:
+    """A server that accepts calls. Its owner calls `stop`."""
+
+    def __init__(self, server: grpc.aio.Server, port: int, names: Sequence[str], health: Any) -> None:
+        self.server = server
+        self.port = port
+        self._names = names
+        self._health = health
+
+    async def set_serving(self, serving: bool) -> None:
+        """What grpc.health.v1 answers, for the whole process ("") and for each service."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", *self._names):
+            await self._health.set(name, status)
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no new call, and cancels those still running after `grace_s`. Idempotent."""
+        await self.set_serving(False)
+        await self.server.stop(grace_s)
+
+
+async def serve(
+    services: Sequence[Service],
+    *,
+    host: str,
+    port: int,
+    cluster_key: str = "",
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+) -> Serving:
+    """Serves `services`, health and reflection on host:port (0: a free port). Raises ConfigError when it is taken."""
+    internal = [service.name for service in services if service.internal]
+    guard = ClusterKeyInterceptor(cluster_key, internal)
+    server = grpc.aio.server(interceptors=[guard, _ErrorInterceptor(), *interceptors], options=_SERVER_OPTIONS)
+    for service in services:
+        service.add(service.servicer, server)
+    names = [service.name for service in services]
+    health_servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    check_bindable(host, port, "port")
+    try:
+        actual_port = server.add_insecure_port(join(host, port))
+    except RuntimeError as error:  # somebody was faster
+        raise bind_error(OSError(str(error)), host, port, "port") from error
+    await server.start()
+    serving = Serving(server, actual_port, names, health_servicer)
+    await serving.set_serving(True)
+    return serving
+
+
+def announce_ready(address: str, metrics_port: int, ready_file: str = "") -> None:
+    """Logs "ready" and, when asked, writes {address, metrics_port, pid} to `ready_file`, whole or not at all."""
+    if ready_file:
+        path = Path(ready_file)
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft.write_text(json.dumps({"address": address, "metrics_port": metrics_port, "pid": os.getpid()}))
+        draft.replace(path)
+    logger.info("ready", extra={"address": address, "metrics_port": metrics_port})
+
+
+def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    """Runs `main(stop)` on uvloop until it returns. SIGTERM and SIGINT set `stop`; a second one cancels `main`."""
+
+    async def with_signals() -> None:
+        stop = asyncio.Event()
+        task = asyncio.ensure_future(main(stop))
+
+        def on_signal(name: str) -> None:
+            logger.info("stopping", extra={"signal": name, "at_once": stop.is_set()})
+            if stop.is_set():
+                task.cancel()
+            stop.set()
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal, number.name)
+        try:
+            await task
+        except asyncio.CancelledError:
+            if not stop.is_set():
+                raise
+
+    uvloop.run(with_signals())
+
+
+class _ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Ends a call whose handler raised with the status, details and metadata of the error."""
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        handler = await continuation(details)
+        if handler is None:
+            return None
+        for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
+            behavior = getattr(handler, kind)
+            if inspect.iscoroutinefunction(behavior):
+                return handler._replace(**{kind: _mapped_call(behavior, details.method)})
+            if inspect.isasyncgenfunction(behavior):
+                return handler._replace(**{kind: _mapped_stream(behavior, details.method)})
+        return handler
+
+
+def _mapped_call(behavior: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
+    async def call(request: Any, context: Any) -> Any:
+        try:
+            return await behavior(request, context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await _abort(context, error, method)
+
+    return call
+
+
+def _mapped_stream(behavior: Callable[..., Any], method: str) -> Callable[..., Any]:
+    async def stream(request: Any, context: Any) -> Any:
+        try:
+            async with aclosing(behavior(request, context)) as responses:
+                async for response in responses:
+                    yield response
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await _abort(context, error, method)
+
+    return stream
+
+
+async def _abort(context: Any, error: Exception, method: str) -> None:
+    if not isinstance(error, TwinpoolError):
+        error_id = secrets.token_hex(4)
+        logger.error("unexpected error", exc_info=error, extra={"error_id": error_id, "method": method})
+        error = Internal(f"internal error {error_id} in {method}; the server's log has the details under this id")
+    await context.abort(error.code, error.message[:MAX_DETAILS_CHARS], to_metadata(error))
+
+
+def channel(address: str, cluster_key: str = "") -> grpc.aio.Channel:
+    """A channel to a peer process; every call on it carries the cluster key. Its owner closes it."""
+    return _KeyedChannel(grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS), key_metadata(cluster_key))
+
+
+class _KeyedChannel(grpc.aio.Channel):  # type: ignore[misc]
+    """Adds metadata to every call. No client interceptor: those put a queue into the path of every stream message."""
+
+    def __init__(self, inner: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...]) -> None:
+        self._inner = inner
+        self._metadata = metadata
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return self._keyed(self._inner.unary_unary(*args, **kwargs))
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return self._keyed(self._inner.unary_stream(*args, **kwargs))
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return self._keyed(self._inner.stream_unary(*args, **kwargs))
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return self._keyed(self._inner.stream_stream(*args, **kwargs))
+
+    def _keyed(self, start_call: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, metadata: Sequence[tuple[str, str]] | None = None, **kwargs: Any) -> Any:
+            return start_call(*args, metadata=(*(metadata or ()), *self._metadata), **kwargs)
+
+        return call
+
+    async def __aenter__(self) -> _KeyedChannel:
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._inner.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._inner.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._inner.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._inner.channel_ready()
