@@ -1,0 +1,157 @@
+"""A worker's membership with its routers: one lease with each, kept up for as long as the worker lives.
+
+    address = advertised(config.advertise, config.host, serving.port, towards=config.routers[0])
+    info = WorkerInfo(worker_id=config.worker_id or f"decode-{address}", address=address,
+                      incarnation=new_incarnation(), ...)
+    registration = Registration(routers=config.routers, info=info, load=worker.load, cluster_key=config.cluster_key)
+    await registration.start()      # returns at once: a router may come later
+    registration.report_now()       # something routers should know before the next heartbeat, such as draining
+    await registration.stop()       # routers forget the worker at once
+
+Life of a lease:
+1. Open Registry.Join and send info and load.
+2. The router admits (heartbeat_ms, lease_ms), or refuses with FAILED_PRECONDITION and the reason.
+3. Send the load every heartbeat, and at `report_now`.
+4. The stream ends: the router stopped, froze (keepalive notices) or went away. Back to 1 after a short, growing, random
+   delay, for ever; after a refusal a long one, because somebody has to change a setting first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import grpc
+
+from service.serve import channel
+from twinpool.errors import Incompatible, InvalidRequest, TwinpoolError, Unauthenticated, Unavailable, from_status
+from twinpool.v1.worker_pb2 import WorkerInfo, WorkerLoad, WorkerReport
+from twinpool.v1.worker_pb2_grpc import RegistryStub
+
+logger = logging.getLogger(__name__)
+
+ANSWER_TIMEOUT_S = 10.0  # for the router's answer to a join
+HEARTBEAT_LEAST_S = 0.01  # whatever a router asks for
+RETRY_FIRST_S = 0.1
+RETRY_MOST_S = 2.0
+RETRY_REFUSED_S = 20.0
+
+_REFUSALS = (Incompatible, Unauthenticated, InvalidRequest)
+
+
+def new_incarnation() -> int:
+    """A number larger than that of any earlier start of this worker: nanoseconds since 1970."""
+    return time.time_ns()
+
+
+class Registration:
+    """Keeps one worker registered with every router in `routers` (HOST:PORT each). Owned by one event loop."""
+
+    def __init__(
+        self,
+        *,
+        routers: Sequence[str],
+        info: WorkerInfo,
+        load: Callable[[], WorkerLoad],
+        cluster_key: str = "",
+        retry_refused_s: float = RETRY_REFUSED_S,
+    ) -> None:
+        """`load` is called on the event loop before every report; it must be quick."""
+        self._info = info
+        self._load = load
+        self._cluster_key = cluster_key
+        self._retry_refused_s = retry_refused_s
+        self._wake = {router: asyncio.Event() for router in routers}
+        self._joined: set[str] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def joined(self) -> frozenset[str]:
+        """The routers that have admitted this worker and have not gone since."""
+        return frozenset(self._joined)
+
+    async def start(self) -> None:
+        """Begins to join; returns before any router has answered."""
+        self._tasks = [asyncio.create_task(self._stay_joined(router), name=f"join {router}") for router in self._wake]
+
+    def report_now(self) -> None:
+        """Sends the load to every router without waiting for the next heartbeat."""
+        for wake in self._wake.values():
+            wake.set()
+
+    async def stop(self) -> None:
+        """Leaves every router. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+
+    async def _stay_joined(self, router: str) -> None:
+        delay_s, reported = RETRY_FIRST_S, ""
+        async with channel(router, self._cluster_key) as to_router:
+            stub = RegistryStub(to_router)
+            while True:
+                try:
+                    await self._lease(stub, router)
+                    error: TwinpoolError = Unavailable("the router ended the lease")
+                except TwinpoolError as failure:
+                    error = failure
+                except Exception:  # a bug, in `load` for one: it must not end the membership without a word
+                    logger.exception("registration failed", extra={"router": router})
+                    error = Unavailable("see the error above")
+                if router in self._joined:
+                    self._joined.discard(router)
+                    delay_s, reported = RETRY_FIRST_S, ""
+                refused = isinstance(error, _REFUSALS)
+                if error.message != reported:  # once, not at every attempt
+                    reported = error.message
+                    level = logging.ERROR if refused else logging.WARNING
+                    event = "router refuses this worker" if refused else "no lease with router"
+                    logger.log(level, event, extra={"router": router, "reason": error.message})
+                await asyncio.sleep(self._retry_refused_s if refused else delay_s * random.uniform(0.5, 1))
+                delay_s = min(delay_s * 2, RETRY_MOST_S)
+
+    async def _lease(self, stub: RegistryStub, router: str) -> None:
+        """Joins `router` and reports until it ends the stream in good order; raises the error that ended it else."""
+        call: Any = stub.Join()
+        ended: asyncio.Task[None] | None = None
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                await call.write(WorkerReport(info=self._info, load=self._load()))
+                terms = await call.read()
+            if terms is grpc.aio.EOF:
+                return None
+            self._joined.add(router)
+            logger.info("joined router", extra={"router": router, "heartbeat_ms": terms.heartbeat_ms})
+            wake = self._wake[router]
+            ended = asyncio.create_task(_until_end(call))
+            ended.add_done_callback(lambda _: wake.set())
+            while True:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(max(terms.heartbeat_ms / 1000, HEARTBEAT_LEAST_S)):
+                        await wake.wait()
+                wake.clear()
+                if ended.done():
+                    return ended.result()
+                await call.write(WorkerReport(load=self._load()))
+        except TimeoutError as error:
+            raise Unavailable(f"no answer from {router} in {ANSWER_TIMEOUT_S:g} s") from error
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            # A failed write names no useful status; the call itself does.
+            raise from_status(await call.code(), await call.details() or "", await call.trailing_metadata()) from error
+        finally:
+            call.cancel()
+            if ended is not None:
+                ended.cancel()
+                await asyncio.gather(ended, return_exceptions=True)
+
+
+async def _until_end(call: Any) -> None:
+    """Returns when the peer ends the stream with OK; raises AioRpcError for any other status."""
+    while await call.read() is not grpc.aio.EOF:
+        pass
