@@ -1,0 +1,17 @@
+"""Models. `build` chooses the class by the `model_type` of config.json."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from engine.loading import Checkpoint
+from engine.model_config import ModelConfig
+from engine.models.dense import DenseDecoder
+
+MODELS = {"llama": DenseDecoder, "qwen2": DenseDecoder, "qwen3": DenseDecoder}
+
+
+def build(config: ModelConfig, checkpoint: Checkpoint, ops: ModuleType, dtype: torch.dtype) -> DenseDecoder:
+    return MODELS[config.model_type](config, checkpoint, ops, dtype)

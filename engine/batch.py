@@ -1,0 +1,89 @@
+"""The input of one forward step: the new tokens of several sequences, packed without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class BatchItem:
+    """What one sequence brings to a step.
+
+    token_ids: the new tokens; start: the position of the first of them, which is the number of tokens already in the
+    cache; block_ids: the sequence's blocks in order, at least as many as start + len(token_ids) tokens need.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    block_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """T packed tokens of S sequences. Sequence s owns tokens query_start[s] : query_start[s + 1]."""
+
+    token_ids: torch.Tensor  # int64 [T]
+    positions: torch.Tensor  # int64 [T]
+    slots: torch.Tensor  # int64 [T]: block id * block_size + place in the block, where the token's K and V go
+    block_tables: torch.Tensor  # int32 [S, most blocks of a sequence], rows padded with 0
+    query_start: list[int]  # S + 1 entries
+    context_lens: list[int]  # tokens of each sequence in the cache after this step
+    last_token_rows: torch.Tensor  # int64 [S]: row of the last token of each sequence
+
+    @property
+    def num_tokens(self) -> int:
+        return self.query_start[-1]
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.context_lens)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence brings exactly one token."""
+        return self.num_tokens == self.num_sequences
+
+    @classmethod
+    def build(cls, items: Sequence[BatchItem], block_size: int) -> Batch:
+        """Packs `items` in order. Raises ValueError for an item without tokens or with too few blocks."""
+        query_start = [0]
+        context_lens = []
+        for item in items:
+            end = item.start + len(item.token_ids)
+            if len(item.token_ids) == 0 or end > len(item.block_ids) * block_size:
+                raise ValueError(
+                    f"{len(item.token_ids)} tokens from position {item.start} do not fit "
+                    f"{len(item.block_ids)} blocks of {block_size}"
+                )
+            context_lens.append(end)
+            query_start.append(query_start[-1] + len(item.token_ids))
+        if not context_lens:
+            raise ValueError("a batch needs at least one item")
+
+        num_tokens = query_start[-1]
+        packed = np.empty((3, num_tokens), dtype=np.int64)
+        token_ids, positions, slots = packed
+        tables = np.zeros((len(items), -(-max(context_lens) // block_size)), dtype=np.int32)
+        for row, item in enumerate(items):
+            begin, end, length = query_start[row], query_start[row + 1], context_lens[row]
+            num_blocks = -(-length // block_size)
+            tables[row, :num_blocks] = item.block_ids[:num_blocks]
+            token_ids[begin:end] = item.token_ids
+            positions[begin:end] = np.arange(item.start, length)
+            slots[begin:end] = tables[row, positions[begin:end] // block_size]
+        slots *= block_size
+        slots += positions % block_size
+        tensors = torch.from_numpy(packed)
+        return cls(
+            token_ids=tensors[0],
+            positions=tensors[1],
+            slots=tensors[2],
+            block_tables=torch.from_numpy(tables),
+            query_start=query_start,
+            context_lens=context_lens,
+            last_token_rows=torch.tensor(query_start[1:]) - 1,
+        )

@@ -1,0 +1,116 @@
+"""One model on one device: its weights, its KV cache, and the forward pass over packed batches.
+
+Not thread safe: after `load` everything here belongs to the worker's device thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from engine import memory, models, ops, sampling
+from engine.batch import Batch
+from engine.block_pool import BlockPool
+from engine.kv_cache import KV_DTYPES, KvCache, KvLayout
+from engine.loading import Checkpoint
+from engine.model_config import ModelConfig
+from engine.models.dense import DenseDecoder
+from twinpool.errors import ConfigError
+
+PROTOCOL_VERSION = "1"  # of everything that two workers must agree on beside weights and layout
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class Engine:
+    """See `load`. `config` describes the model, `cache` and `blocks` the memory; `fingerprint` identifies both to peers."""
+
+    def __init__(
+        self, config: ModelConfig, model: DenseDecoder, cache: KvCache, *, model_name: str, fingerprint: str
+    ) -> None:
+        self.config = config
+        self.cache = cache
+        self.blocks = BlockPool(cache.num_rows, cache.layout.block_size)
+        self.model_name = model_name
+        self.fingerprint = fingerprint
+        self._model = model
+
+    @classmethod
+    def load(
+        cls,
+        model_dir: Path,
+        *,
+        backend: str = "cpu",
+        dtype: str = "bf16",
+        kv_dtype: str = "int8",
+        block_size: int = 64,
+        memory_bytes: int,
+        threads: int = 0,
+    ) -> Engine:
+        """Reads a Hugging Face directory and allocates a cache of `memory_bytes` (beside the weights).
+
+        backend: a key of engine.ops; dtype: of weights and activations; block_size: tokens a block; threads: of torch
+        and the kernels, 0 leaves torch's choice. Raises ConfigError for a directory, option or memory size that cannot
+        work, before anything big is read where possible.
+        """
+        _check_choice("dtype", dtype, DTYPES)
+        _check_choice("kv_dtype", kv_dtype, KV_DTYPES)
+        if block_size < 1:
+            raise ConfigError(f"block_size is {block_size}: it must be at least 1", field="block_size")
+        if threads:
+            torch.set_num_threads(threads)
+        operators = ops.load(backend)
+        config = ModelConfig.read(model_dir)
+        layout = KvLayout(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=block_size,
+            kv_dtype=kv_dtype,
+        )
+        checkpoint = Checkpoint(model_dir)
+        _check_memory(config.num_parameters * DTYPES[dtype].itemsize, memory_bytes)
+        with torch.inference_mode():
+            cache = KvCache(layout, memory_bytes // layout.block_bytes)
+            model = models.build(config, checkpoint, operators, DTYPES[dtype])
+        identity = "\n".join((checkpoint.digest(), layout.describe(), f"dtype={dtype}", PROTOCOL_VERSION))
+        fingerprint = hashlib.sha256(identity.encode()).hexdigest()
+        return cls(config, model, cache, model_name=model_dir.resolve().name, fingerprint=fingerprint)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+        """Runs one step: hidden states [T, hidden] after the final norm; the batch's K and V are in the cache.
+
+        on_layer(i) is called, on this thread, as soon as layer i's rows hold the batch's K and V for good.
+        """
+        return self._model.forward(batch, self.cache.views, on_layer)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [n, hidden], rows of what `forward` returned -> logits [n, vocab] fp32."""
+        return self._model.logits(hidden)
+
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, rows: Sequence[sampling.SampleRow]) -> list[sampling.Sampled]:
+        """Draws the next token of each row; see engine.sampling."""
+        return sampling.sample(
+            logits, rows, eos_token_ids=self.config.eos_token_ids, max_context=self.config.max_context
+        )
+
+
+def _check_choice(field: str, value: str, allowed: dict[str, torch.dtype]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"unknown {field} {value!r}: choose one of {', '.join(allowed)}", field=field)
+
+
+def _check_memory(weight_bytes: int, cache_bytes: int) -> None:
+    """The kernel hands out pages only when they are touched: a worker that asks for too much would die much later."""
+    available = memory.available_bytes()
+    if available is not None and weight_bytes + cache_bytes > available:
+        raise ConfigError(
+            f"too little memory: weights take {weight_bytes} bytes and the KV cache {cache_bytes}, but "
+            f"{available} are available; lower --memory or serve a smaller model",
+            field="memory",
+        )

@@ -1,0 +1,78 @@
+"""Reads the weights of a Hugging Face directory: one safetensors file or shards, mapped into memory, digest taken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from twinpool.errors import ConfigError
+
+FLOAT_DTYPES = {"BF16", "F16", "F32"}
+
+
+class Checkpoint:
+    """The tensors of a model directory. Nothing is read before `take`; pages come from the mapped files."""
+
+    def __init__(self, model_dir: Path) -> None:
+        """Raises ConfigError when files are missing or no safetensors."""
+        self.model_dir = model_dir
+        self._file_of = {}
+        for path in _weight_files(model_dir):
+            try:
+                file = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as exc:
+                raise ConfigError(f"cannot read {path}: {exc}; fetch the file again") from exc
+            for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+                self._file_of[name] = file
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A copy of tensor `name` in `dtype`. Raises ConfigError when it is missing, of another shape or no float."""
+        if name not in self._file_of:
+            raise ConfigError(f"{self.model_dir}: tensor {name} is missing from the safetensors files")
+        view = self._file_of[name].get_slice(name)
+        if view.get_shape() != list(shape):
+            raise ConfigError(
+                f"{self.model_dir}: tensor {name} has shape {view.get_shape()}, config.json implies {list(shape)}"
+            )
+        if view.get_dtype() not in FLOAT_DTYPES:
+            raise ConfigError(
+                f"{self.model_dir}: tensor {name} is {view.get_dtype()}, supported are bf16, fp16 and fp32"
+            )
+        return self._file_of[name].get_tensor(name).to(dtype, copy=True)
+
+    def digest(self) -> str:
+        """XXH3-128 over every tensor's name, dtype, shape and bytes, however they are spread over files."""
+        hasher = xxhash.xxh3_128()
+        for name in sorted(self._file_of):
+            view = self._file_of[name].get_slice(name)
+            hasher.update(f"{name} {view.get_dtype()} {view.get_shape()};".encode())
+            tensor = self._file_of[name].get_tensor(name)
+            hasher.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        return hasher.hexdigest()
+
+
+def _weight_files(model_dir: Path) -> list[Path]:
+    index = model_dir / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError) as exc:
+            raise ConfigError(f"cannot read {index}: {exc!r}") from exc
+        paths = [model_dir / name for name in names]
+    else:
+        paths = [model_dir / "model.safetensors"]
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        raise ConfigError(
+            f"{model_dir} lacks {', '.join(missing)}: a model directory needs model.safetensors, or "
+            "model.safetensors.index.json with all the shards it names (a GGUF file: see `twinpool convert`)"
+        )
+    return paths

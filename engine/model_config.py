@@ -1,0 +1,153 @@
+"""What a model is, read from config.json and generation_config.json of a Hugging Face directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.rope import RopeParams, parse_rope
+from twinpool.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What a `model_type` implies and config.json does not say."""
+
+    qkv_bias: bool = False  # where config.json has no attention_bias
+    qk_norm: bool = False  # RMSNorm over each query and key head, before rope
+    theta: float = 10000.0
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    rms_norm_eps: float = 1e-6
+    max_positions: int = 2048
+
+
+FAMILIES = {
+    "llama": Family(),
+    "qwen2": Family(qkv_bias=True, max_positions=32768),
+    "qwen3": Family(qk_norm=True, head_dim=128, max_positions=32768),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A dense decoder. Sizes are elements; `max_context` is the most tokens of prompt and answer together."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_context: int
+    rope: RopeParams
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tie_word_embeddings: bool
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the matrices; norms and biases are small beside them."""
+        heads = 2 * self.num_heads + 2 * self.num_kv_heads  # q and o, k and v
+        layer = self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size)
+        return self.num_layers * layer + self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+
+    @classmethod
+    def read(cls, model_dir: Path) -> ModelConfig:
+        """Raises ConfigError for a missing or broken file and for a model that the engine cannot run."""
+        if not model_dir.is_dir():
+            raise ConfigError(f"no model directory at {model_dir}: give one with config.json and *.safetensors")
+        config = _read_json(model_dir / "config.json")
+        generation_path = model_dir / "generation_config.json"
+        generation = _read_json(generation_path) if generation_path.exists() else {}
+        try:
+            return cls._parse(config, generation)
+        except ConfigError as exc:
+            raise ConfigError(f"{model_dir}: {exc.message}") from exc
+
+    @classmethod
+    def _parse(cls, config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+        model_type = config.get("model_type")
+        if model_type not in FAMILIES:
+            raise ConfigError(
+                f"config.json: model_type {model_type!r} is not supported; supported are {', '.join(FAMILIES)}"
+            )
+        _refuse_unsupported(config)
+        family = FAMILIES[model_type]
+        hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+        kv_heads = _size(config, "num_key_value_heads", heads)
+        head_dim = _size(config, "head_dim", family.head_dim or hidden // heads)
+        if heads % kv_heads:
+            raise ConfigError(f"config.json: {heads} attention heads are no multiple of {kv_heads} key-value heads")
+        if head_dim % 2:
+            raise ConfigError(f"config.json: head_dim {head_dim} is odd, rotary embeddings need pairs")
+        max_positions = _size(config, "max_position_embeddings", family.max_positions)
+        rope = parse_rope(config, family.theta, max_positions)
+        attention_bias = bool(config.get("attention_bias", False))
+        eos = generation.get("eos_token_id", config.get("eos_token_id"))
+        return cls(
+            model_type=model_type,
+            vocab_size=_size(config, "vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=_size(config, "intermediate_size"),
+            num_layers=_size(config, "num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=float(config.get("rms_norm_eps", family.rms_norm_eps)),
+            max_context=_max_context(rope, max_positions),
+            rope=rope,
+            qkv_bias=family.qkv_bias or attention_bias,
+            o_bias=attention_bias and not family.qkv_bias,
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            qk_norm=family.qk_norm,
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            bos_token_id=config.get("bos_token_id"),
+            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        )
+
+
+def _max_context(rope: RopeParams, max_positions: int) -> int:
+    """yarn and linear files often keep the length from before the scaling in max_position_embeddings."""
+    if rope.kind == "yarn":
+        return max(max_positions, int(rope.original_max_context * rope.scaling["factor"]))
+    return max_positions
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    if config.get("use_sliding_window"):
+        raise ConfigError("config.json: use_sliding_window is not supported, only full attention")
+    if config.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"config.json: hidden_act {config['hidden_act']!r} is not supported, only 'silu'")
+    if config.get("quantization_config"):
+        raise ConfigError("config.json: quantized checkpoints are not supported, use one in bf16, fp16 or fp32")
+
+
+def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"config.json: {key} is {value!r}, it must be a positive integer")
+    return value
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as exc:
+        raise ConfigError(f"{path} is missing: is {path.parent} a Hugging Face model directory?") from exc
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"cannot read {path}: {exc}") from exc
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    return content

@@ -1,0 +1,176 @@
+"""Writes small Hugging Face model directories with fixed random weights and a real byte-level tokenizer.
+
+    tiny_models.make(path, "llama")
+
+Every kind exercises something that real checkpoints differ in. Weights are scaled so that logits spread as those of a
+trained model do: answers vary with the prompt and greedy choices are not near ties.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+VOCAB_SIZE = 384
+MAX_CONTEXT = 2048
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_CONTEXT,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "rope_theta": 10000.0, "tie_word_embeddings": True},
+    "llama-bias": {
+        "model_type": "llama",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "num_key_value_heads": 4,
+        "torch_dtype": "float32",
+    },
+    "llama3-rope": {"model_type": "llama", "head_dim": 32, "rope_parameters": _LLAMA3_ROPE},
+    "llama-linear": {
+        "model_type": "llama",
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+        "torch_dtype": "float16",
+    },
+    "qwen2": {"model_type": "qwen2", "rope_theta": 1000000.0, "tie_word_embeddings": True},
+    "qwen2-yarn": {
+        "model_type": "qwen2",
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 64,
+        "rope_scaling": {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
+    },
+    "qwen3": {"model_type": "qwen3", "head_dim": 32, "rope_theta": 1000000.0, "tie_word_embeddings": True},
+    "qwen3-bias": {"model_type": "qwen3", "head_dim": 16, "attention_bias": True, "num_key_value_heads": 1},
+}
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+def make(path: Path, kind: str = "llama", *, seed: int = 0, shards: int = 1, **overrides: Any) -> Path:
+    """Writes the model directory `path` and returns it. `overrides` go into config.json."""
+    path.mkdir(parents=True, exist_ok=True)
+    config = _SIZES | KINDS[kind] | overrides
+    config = {"torch_dtype": "bfloat16", "architectures": [_ARCHITECTURES[config["model_type"]]]} | config
+    _write_json(path / "config.json", config)
+    _write_json(path / "generation_config.json", {"bos_token_id": 1, "eos_token_id": [2, 0], "do_sample": False})
+    _write_weights(path, random_weights(config, seed), shards)
+    _write_tokenizer(path)
+    return path
+
+
+def random_weights(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
+    """Tensors under the names of transformers, on a fixed seed, in the config's torch_dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, config["torch_dtype"])
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    qkv_bias = config["model_type"] == "qwen2" or config.get("attention_bias", False)
+    weights: dict[str, torch.Tensor] = {}
+
+    def normal(name: str, *shape: int, std: float, mean: float = 0.0) -> None:
+        weights[name] = (torch.randn(shape, generator=generator) * std + mean).to(dtype)
+
+    def linear(name: str, in_size: int, out_size: int, bias: bool) -> None:
+        normal(f"{name}.weight", out_size, in_size, std=in_size**-0.5)
+        if bias:
+            normal(f"{name}.bias", out_size, std=0.2)
+
+    def norm(name: str, size: int) -> None:
+        normal(f"{name}.weight", size, std=0.1, mean=1.0)
+
+    normal("model.embed_tokens.weight", config["vocab_size"], hidden, std=0.4)
+    for index in range(config["num_hidden_layers"]):
+        attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
+        norm(f"model.layers.{index}.input_layernorm", hidden)
+        linear(f"{attention}.q_proj", hidden, heads * head_dim, qkv_bias)
+        linear(f"{attention}.k_proj", hidden, kv_heads * head_dim, qkv_bias)
+        linear(f"{attention}.v_proj", hidden, kv_heads * head_dim, qkv_bias)
+        linear(f"{attention}.o_proj", heads * head_dim, hidden, config.get("attention_bias", False))
+        if config["model_type"] == "qwen3":
+            norm(f"{attention}.q_norm", head_dim)
+            norm(f"{attention}.k_norm", head_dim)
+        norm(f"model.layers.{index}.post_attention_layernorm", hidden)
+        linear(f"{mlp}.gate_proj", hidden, inner, config.get("mlp_bias", False))
+        linear(f"{mlp}.up_proj", hidden, inner, config.get("mlp_bias", False))
+        linear(f"{mlp}.down_proj", inner, hidden, config.get("mlp_bias", False))
+    norm("model.norm", hidden)
+    if not config.get("tie_word_embeddings", False):
+        normal("lm_head.weight", config["vocab_size"], hidden, std=0.4)
+    return weights
+
+
+def _write_weights(path: Path, weights: dict[str, torch.Tensor], shards: int) -> None:
+    if shards == 1:
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+        return
+    names = sorted(weights)
+    weight_map = {}
+    for shard in range(shards):
+        file_name = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        part = {name: weights[name] for name in names[shard::shards]}
+        save_file(part, path / file_name, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(part, file_name))
+    _write_json(path / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
+
+
+_TRAINING_TEXT = (
+    "The quick brown fox jumps over the lazy dog. The capital of France is Paris, and the capital of Italy is Rome. "
+    "A request is computed in one pool and its answer is streamed from another; what travels between them are blocks. "
+    "What is the meaning of the words that we use when we speak of the weather, the sea and the stars? "
+    "In the beginning there was a question, and the question was long; then there was an answer, and it was short."
+)
+
+
+def _write_tokenizer(path: Path) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([_TRAINING_TEXT], trainer)
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "model_max_length": MAX_CONTEXT,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    _write_json(path / "tokenizer_config.json", settings)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
