@@ -25,7 +25,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Engine:
-    """See `load`. `config` describes the model, `cache` and `blocks` the memory; `fingerprint` identifies both to peers."""
+    """Made by `load`. `cache` holds the rows, `blocks` says who owns them; `fingerprint` tells peers what they can share."""
 
     def __init__(
         self, config: ModelConfig, model: DenseDecoder, cache: KvCache, *, model_name: str, fingerprint: str

@@ -75,12 +75,13 @@ class KvView:
 
 
 class KvCache:
-    """All layers' regions. `buffers[i]` is layer i's region as uint8 [num_rows, row_bytes]; `views[i]` the same, typed."""
+    """All layers' regions: `buffers[i]` is layer i's as uint8 [num_rows, row_bytes], `views[i]` the same memory, typed."""
 
     def __init__(self, layout: KvLayout, num_rows: int, device: str = "cpu") -> None:
         if num_rows < 1:
             raise ConfigError(
-                f"the cache memory holds no block of {layout.block_size} tokens ({layout.block_bytes} bytes): raise --memory"
+                f"the cache memory holds not one block of {layout.block_size} tokens: raise --memory to "
+                f"{layout.block_bytes} bytes at least"
             )
         self.layout = layout
         self.num_rows = num_rows

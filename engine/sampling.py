@@ -135,7 +135,7 @@ def _filtered_by_history(logits: torch.Tensor, row: SampleRow, eos_token_ids: Se
 
 
 def _top_k_top_p(scores: torch.Tensor, top_k: int, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and weights (exp of the scores, fp64) of the top_k likeliest, then of the fewest that hold top_p of their mass."""
+    """Ids and weights (exp of the scores, fp64) of the top_k best, then of the fewest that hold top_p of their mass."""
     vocab_size = len(scores)
     keeps_all = not 0 < top_k < vocab_size
     if keeps_all and top_p >= 1:
