@@ -51,14 +51,14 @@ class Size(int):
     @classmethod
     def parse(cls, text: str) -> Size:
         """Raises ValueError when `text` is none of the above, or negative."""
-        match = re.fullmatch(r"\s*(\d[\d_]*(?:\.\d+)?)\s*([KMGT]iB|B|)\s*", text)
+        match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([KMGT]iB|B|)\s*", text)
         if match is None:
-            raise ValueError(text)
+            raise ValueError(f"no size: {text!r}")
         number, unit = match.groups()
         if "." in number and not unit:
             fraction = float(number)
             if not 0 < fraction < 1:
-                raise ValueError(text)
+                raise ValueError(f"no size: {text!r}")
             return cls(fraction * machine_memory_bytes())
         return cls(float(number) * cls.UNITS[unit] if "." in number else int(number) * cls.UNITS[unit])
 

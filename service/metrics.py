@@ -50,7 +50,7 @@ class MetricsServer:
         self._server = server
         self.port: int = server.server_address[1] if server is not None else -1
         if server is not None:
-            threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
+            threading.Thread(target=server.serve_forever, args=(0.1,), name="metrics", daemon=True).start()
 
     def close(self) -> None:
         """Stops listening. Idempotent."""
