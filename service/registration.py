@@ -28,6 +28,7 @@ from typing import Any
 
 import grpc
 
+from service.address import split
 from service.serve import channel
 from twinpool.errors import Incompatible, InvalidRequest, TwinpoolError, Unauthenticated, Unavailable, from_status
 from twinpool.v1.worker_pb2 import WorkerInfo, WorkerLoad, WorkerReport
@@ -61,7 +62,9 @@ class Registration:
         cluster_key: str = "",
         retry_refused_s: float = RETRY_REFUSED_S,
     ) -> None:
-        """`load` is called on the event loop before every report; it must be quick."""
+        """`load` is called on the event loop before every report; it must be quick. Raises ConfigError on a bad address."""
+        for router in routers:
+            split(router)
         self._info = info
         self._load = load
         self._cluster_key = cluster_key

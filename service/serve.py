@@ -40,7 +40,7 @@ from grpc_reflection.v1alpha import reflection
 
 from service.address import bind_error, check_bindable, join
 from service.security import ClusterKeyInterceptor, key_metadata
-from twinpool.errors import Internal, TwinpoolError, to_metadata
+from twinpool.errors import ConfigError, Internal, TwinpoolError, to_metadata
 
 logger = logging.getLogger(__name__)
 
@@ -137,12 +137,20 @@ async def serve(
 
 
 def announce_ready(address: str, metrics_port: int, ready_file: str = "") -> None:
-    """Logs "ready" and, when asked, writes {address, metrics_port, pid} to `ready_file`, whole or not at all."""
+    """Logs "ready" and, when asked, writes {address, metrics_port, pid} to `ready_file`, whole or not at all.
+
+    Raises ConfigError when the file cannot be written.
+    """
     if ready_file:
         path = Path(ready_file)
         draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.write_text(json.dumps({"address": address, "metrics_port": metrics_port, "pid": os.getpid()}))
-        draft.replace(path)
+        try:
+            draft.write_text(json.dumps({"address": address, "metrics_port": metrics_port, "pid": os.getpid()}))
+            draft.replace(path)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write {path}: {error.strerror}; check --ready-file", field="ready_file"
+            ) from error
     logger.info("ready", extra={"address": address, "metrics_port": metrics_port})
 
 

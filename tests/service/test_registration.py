@@ -10,7 +10,7 @@ import pytest
 
 from service import serve
 from service.registration import Registration, new_incarnation
-from twinpool.errors import Incompatible
+from twinpool.errors import ConfigError, Incompatible
 from twinpool.v1.router_pb2 import POOL_DECODE
 from twinpool.v1.worker_pb2 import RegistryReply, WorkerInfo, WorkerLoad
 from twinpool.v1.worker_pb2_grpc import RegistryServicer, add_RegistryServicer_to_server
@@ -231,6 +231,11 @@ async def test_a_frozen_router_is_noticed_and_joined_again_when_it_goes_on():
         router.send_signal(signal.SIGCONT)
         router.terminate()
         await asyncio.wait_for(router.wait(), 30)
+
+
+def test_a_router_without_a_port_is_refused_at_once():
+    with pytest.raises(ConfigError, match="'router' is not HOST:PORT"):
+        Registration(routers=["router"], info=worker_info(), load=WorkerLoad)
 
 
 def test_incarnations_grow():

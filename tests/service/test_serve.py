@@ -209,6 +209,11 @@ async def test_clients_need_no_key():
         await serving.stop(0)
 
 
+def test_a_ready_file_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(errors.ConfigError, match=r"no/such/ready\.json.*--ready-file"):
+        serve.announce_ready("127.0.0.1:7072", -1, str(tmp_path / "no/such/ready.json"))
+
+
 CHILD = """
 import asyncio, sys
 from service import log, serve
