@@ -25,7 +25,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Engine:
-    """Made by `load`. `cache` holds the rows, `blocks` says who owns them; `fingerprint` tells peers what they can share."""
+    """Made by `load`. `cache` holds the rows, `blocks` says who owns them; peers of equal `fingerprint` share rows."""
 
     def __init__(
         self, config: ModelConfig, model: DenseDecoder, cache: KvCache, *, model_name: str, fingerprint: str

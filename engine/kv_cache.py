@@ -75,7 +75,7 @@ class KvView:
 
 
 class KvCache:
-    """All layers' regions: `buffers[i]` is layer i's as uint8 [num_rows, row_bytes], `views[i]` the same memory, typed."""
+    """All layers' regions. `buffers[i]`: layer i's, uint8 [num_rows, row_bytes]; `views[i]`: the same memory, typed."""
 
     def __init__(self, layout: KvLayout, num_rows: int, device: str = "cpu") -> None:
         if num_rows < 1:
