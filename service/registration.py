@@ -62,7 +62,7 @@ class Registration:
         cluster_key: str = "",
         retry_refused_s: float = RETRY_REFUSED_S,
     ) -> None:
-        """`load` is called on the event loop before every report; it must be quick. Raises ConfigError on a bad address."""
+        """`load` is called on the event loop before every report: be quick. Raises ConfigError on a bad address."""
         for router in routers:
             split(router)
         self._info = info
