@@ -1,0 +1,208 @@
+// Attention over the paged cache, for prefill and decode alike, straight from the stored rows.
+//
+// A task is a run of one sequence's queries with all query heads of one KV head. It walks the cache in tiles of kTile tokens
+// at fixed positions 0, kTile, 2 * kTile ... whatever the block size. A tile is unpacked once into two panels (K with tokens as
+// columns, V with head dimensions as columns), and every query row that can see it goes over it with an online softmax:
+//   scores = q * K;  p = exp(scores - max);  sum = sum * c + total(p);  out = out * c + p * V;  c = exp(old max - max)
+// What a row does in a tile depends only on the row and the tile. So its result is the same bits alone, beside others, in one
+// prompt or in chunks, from prefill or from decode. int8 codes are exact in bf16; their scales go to the scores and to p.
+
+constexpr int kTile = kPanel;
+
+// ---- unpacking ----
+
+// The tile's tokens of one plane: where each one's head_dim values are.
+template <class Kv>
+struct TileRows {
+  const Kv* token[kTile];
+};
+
+// Words as panels want them, from the values of k and k + 1 (bf16), or of k alone (fp32).
+template <class Kv>
+TWINPOOL_INLINE U32 to_bf16_bits(F32 v) {
+  if constexpr (sizeof(Kv) == sizeof(float)) return round_to_bf16(v);
+  return (U32)v >> 16;  // int8 and bf16 are exact
+}
+
+template <class T, class Kv>
+void unpack_keys(const TileRows<Kv>& rows, int64_t head_dim, uint32_t* staging, uint32_t* panel) {
+  const int64_t words = head_dim / kPerWord<T>, stride = ceil_div(words, kLanes) * kLanes;
+  for (int t = 0; t < kTile; ++t) {
+    T* to = reinterpret_cast<T*>(staging + t * stride);
+    for (int64_t d = 0; d < head_dim; d += kLanes) {
+      const F32 value = load(rows.token[t] + d, head_dim - d);
+      if constexpr (sizeof(T) == sizeof(float)) {
+        store(to + d, value);
+      } else {
+        store_vector(to + d, __builtin_convertvector(to_bf16_bits<Kv>(value), U16));
+      }
+    }
+  }
+  for (int t = 0; t < kTile; t += kLanes)
+    for (int64_t word = 0; word < words; word += kLanes) {
+      U32 square[kLanes];
+      for (int i = 0; i < kLanes; ++i) square[i] = load_vector<U32>(staging + (t + i) * stride + word);
+      transpose(square);
+      for (int64_t i = 0; i < std::min<int64_t>(kLanes, words - word); ++i)
+        store_vector(panel + (word + i) * kTile + t, square[i]);
+    }
+}
+
+template <class T, class Kv>
+void unpack_values(const TileRows<Kv>& rows, int64_t head_dim, uint32_t* panels) {
+  constexpr int kSteps = kTile / kPerWord<T>;
+  for (int step = 0; step < kSteps; ++step)
+    for (int64_t d = 0; d < head_dim; d += kLanes) {
+      const int64_t left = head_dim - d;
+      U32 words;
+      if constexpr (sizeof(T) == sizeof(float)) {
+        words = (U32)load(rows.token[step] + d, left);
+      } else {
+        words = to_bf16_bits<Kv>(load(rows.token[2 * step] + d, left)) |
+                to_bf16_bits<Kv>(load(rows.token[2 * step + 1] + d, left)) << 16;
+      }
+      store_vector(panels + (d / kPanel * kSteps + step) * kPanel + d % kPanel, words);
+    }
+}
+
+// ---- softmax ----
+
+struct SoftmaxState {
+  float max, sum;
+};
+
+// Takes one row's raw scores of a tile of which it sees the tokens 0 .. last; leaves in `weights` what V is to be multiplied
+// with, and scales what `out` has gathered so far to the new maximum.
+template <class T>
+void softmax_tile(float* scores, const float* score_scale, const float* value_scale, int64_t last, SoftmaxState& state,
+                  T* weights, float* out, int64_t out_width) {
+  const F32 minus_infinity = splat(-INFINITY);
+  F32 largest = minus_infinity;
+  for (int t = 0; t < kTile; t += kLanes) {
+    F32 score = load(scores + t) * load(score_scale + t);
+    if (last < kTile - 1) {
+      I32 token;
+      for (int i = 0; i < kLanes; ++i) token[i] = t + i;
+      score = token > static_cast<int32_t>(last) ? minus_infinity : score;
+    }
+    store(scores + t, score);
+    largest = max(score, largest);
+  }
+  const float new_max = std::max(max_lanes(largest), state.max);
+  F32 total = {};
+  for (int t = 0; t < kTile; t += kLanes) {
+    const F32 weight = exp(load(scores + t) - new_max);
+    total += weight;
+    store(weights + t, weight * load(value_scale + t));
+  }
+  const float correction = exp(splat(state.max - new_max))[0];
+  state.max = new_max;
+  state.sum = state.sum * correction + sum_lanes(total);
+  if (correction != 1.0f)
+    for (int64_t d = 0; d < out_width; d += kLanes) store(out + d, load(out + d) * correction);
+}
+
+// ---- one task ----
+
+template <class T, class Kv>
+void attend(const AttentionArgs& args, const AttentionTask& task) {
+  const KvCacheArgs& cache = args.cache;
+  const int64_t head_dim = cache.head_dim, group = args.num_heads / cache.num_kv_heads, rows = task.num_queries * group;
+  const int64_t out_width = ceil_div(head_dim, kPanel) * kPanel, words = head_dim / kPerWord<T>;
+  constexpr int kValueSteps = kTile / kPerWord<T>;
+
+  T *q, *weights;
+  float *out, *scores, *score_scale, *value_scale;
+  SoftmaxState* state;
+  uint32_t *key_panel, *value_panels, *staging;
+  Kv* zeros;
+  const auto carve = [&](char* base) {
+    Carver carver(base);
+    q = carver.take<T>(rows * head_dim);
+    out = carver.take<float>(rows * out_width);
+    state = carver.take<SoftmaxState>(rows);
+    key_panel = carver.take<uint32_t>(words * kTile);
+    value_panels = carver.take<uint32_t>(out_width * kValueSteps);
+    staging = carver.take<uint32_t>(kTile * (words + kLanes));
+    scores = carver.take<float>(kMaxRows * kTile);
+    weights = carver.take<T>(kMaxRows * kTile);
+    score_scale = carver.take<float>(kTile);
+    value_scale = carver.take<float>(kTile);
+    zeros = carver.take<Kv>(head_dim);
+    return carver.bytes();
+  };
+  carve(scratch(carve(nullptr)));
+
+  const int64_t first_head = task.kv_head * group;
+  for (int64_t r = 0; r < rows; ++r) {
+    const char* from = args.q + (task.first_query + r / group) * args.q_token_stride + (first_head + r % group) * args.q_head_stride;
+    std::memcpy(q + r * head_dim, from, head_dim * sizeof(T));
+    state[r] = {-INFINITY, 0.0f};
+  }
+  std::memset(out, 0, rows * out_width * sizeof(float));
+  std::memset(value_panels, 0, out_width * kValueSteps * sizeof(uint32_t));
+  std::memset(zeros, 0, head_dim * sizeof(Kv));
+
+  const int32_t* blocks = reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(args.block_tables) +
+                                                           task.sequence * args.block_tables_stride);
+  const int64_t context = args.context_lens[task.sequence], end = task.position + task.num_queries;
+  for (int64_t tile = 0; tile < end; tile += kTile) {
+    // Tokens after the context are zeros: no row sees them, and nothing that happens to lie there can reach a sum.
+    TileRows<Kv> keys, values;
+    int64_t block = tile / cache.block_size, place = tile % cache.block_size;
+    for (int t = 0; t < kTile; ++t) {
+      if (tile + t >= context) {
+        keys.token[t] = values.token[t] = zeros;
+        score_scale[t] = value_scale[t] = 0.0f;
+        continue;
+      }
+      const int64_t row = blocks[block] * cache.row_bytes, index = cache.row_of(place, task.kv_head);
+      keys.token[t] = reinterpret_cast<const Kv*>(cache.k + row) + index * head_dim;
+      values.token[t] = reinterpret_cast<const Kv*>(cache.v + row) + index * head_dim;
+      score_scale[t] = args.scale;
+      value_scale[t] = 1.0f;
+      if constexpr (sizeof(Kv) == 1) {
+        const auto scale_at = [&](const uint16_t* plane) {
+          return half_to_float(reinterpret_cast<const uint16_t*>(reinterpret_cast<const char*>(plane) + row)[index]);
+        };
+        score_scale[t] *= scale_at(cache.k_scale);
+        value_scale[t] = scale_at(cache.v_scale);
+      }
+      if (++place == cache.block_size) ++block, place = 0;
+    }
+    unpack_keys<T>(keys, head_dim, staging, key_panel);
+    unpack_values<T>(values, head_dim, value_panels);
+
+    const int64_t first_seeing = std::max<int64_t>(0, tile - task.position) * group;
+    for (int64_t r = first_seeing, n; r < rows; r += n) {
+      n = std::min<int64_t>(kMaxRows, rows - r);
+      multiply_rows<T>(reinterpret_cast<const char*>(q + r * head_dim), head_dim * sizeof(T), n, key_panel, words, scores, kTile,
+                       false);
+      for (int64_t i = 0; i < n; ++i)
+        softmax_tile(scores + i * kTile, score_scale, value_scale, task.position + (r + i) / group - tile, state[r + i],
+                     weights + i * kTile, out + (r + i) * out_width, out_width);
+      for (int64_t d = 0; d < head_dim; d += kPanel)
+        multiply_rows<T>(reinterpret_cast<const char*>(weights), kTile * sizeof(T), n, value_panels + d * kValueSteps, kValueSteps,
+                         out + r * out_width + d, out_width, true);
+    }
+  }
+
+  for (int64_t r = 0; r < rows; ++r) {
+    T* to = reinterpret_cast<T*>(args.out) +
+            ((task.first_query + r / group) * args.num_heads + first_head + r % group) * head_dim;
+    for (int64_t d = 0; d < head_dim; d += kLanes) store(to + d, load(out + r * out_width + d) / state[r].sum, head_dim - d);
+  }
+}
+
+template <class T>
+void attend_over(const AttentionArgs& args, const AttentionTask& task) {
+  switch (args.cache.dtype) {
+    case Dtype::int8: return attend<T, int8_t>(args, task);
+    case Dtype::bf16: return attend<T, bf16>(args, task);
+    case Dtype::fp32: return attend<T, float>(args, task);
+  }
+}
+
+void attention(const AttentionArgs& args, const AttentionTask& task) {
+  args.dtype == Dtype::bf16 ? attend_over<bf16>(args, task) : attend_over<float>(args, task);
+}

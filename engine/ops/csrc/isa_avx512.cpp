@@ -1,0 +1,13 @@
+// Sixteen lanes: Skylake-X and later.
+#include "isa.h"
+
+#if defined(__x86_64__)
+#define TWINPOOL_LANES 16
+#define TWINPOOL_BF16_DOT 0
+
+TWINPOOL_BEGIN_ISA("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
+namespace twinpool::avx512 {
+#include "kernels.inl"
+}
+TWINPOOL_END_ISA
+#endif

@@ -1,0 +1,116 @@
+// The kernels' arguments, and one table of them per instruction set.
+//
+// Every kernel works on one independent piece of its output ("task", "rows"), so that any split of the pieces over threads
+// gives the same bits. Strides are in bytes. bf16 is carried as uint16_t.
+#pragma once
+
+#include <cstdint>
+
+namespace twinpool {
+
+using bf16 = uint16_t;
+enum class Dtype : int32_t { fp32 = 0, bf16 = 1, int8 = 2 };
+
+inline int64_t size_of(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : dtype == Dtype::bf16 ? 2 : 1; }
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// A matrix packed for `linear` is a row of panels. A panel holds kPanel output columns for all of K as 32-bit words
+// [steps][kPanel]: one fp32, or bf16 of k = 2 * step (low half) and 2 * step + 1. Missing columns are zero.
+constexpr int kPanel = 64;
+
+// out [rows, out_features] = x [rows, in] * panels + bias. One task is kLinearRows rows of one panel.
+constexpr int64_t kLinearRows = 240;
+struct LinearArgs {
+  Dtype dtype;
+  const char* x;
+  int64_t x_stride, rows, steps;
+  const uint32_t* panels;
+  int64_t out_features;
+  const void* bias;  // null, or [out_features] in dtype
+  char* out;         // contiguous
+};
+
+// One layer's rows of the KV cache. The planes of one row are row_bytes away from those of the next.
+struct KvCacheArgs {
+  Dtype dtype;
+  char *k, *v;
+  uint16_t *k_scale, *v_scale;  // fp16, null unless dtype is int8
+  int64_t row_bytes;
+  int32_t num_kv_heads, block_size, head_dim;
+
+  int64_t row_of(int64_t token, int64_t kv_head) const {  // within a block's plane, in units of head_dim (or of scales)
+    return kv_head * block_size + token;
+  }
+};
+
+struct StoreArgs {
+  KvCacheArgs cache;
+  Dtype dtype;
+  const char *k, *v;  // [tokens, num_kv_heads, head_dim]
+  int64_t k_token_stride, k_head_stride, v_token_stride, v_head_stride;
+  const int64_t* slots;
+};
+
+struct AttentionArgs {
+  KvCacheArgs cache;
+  Dtype dtype;
+  const char* q;  // [tokens, num_heads, head_dim]
+  int64_t q_token_stride, q_head_stride;
+  int32_t num_heads;
+  const int32_t* block_tables;
+  int64_t block_tables_stride;
+  const int32_t* context_lens;
+  float scale;
+  char* out;  // [tokens, num_heads * head_dim], contiguous
+};
+
+// The queries first_query .. first_query + num_queries of a sequence, whose first sits at `position`; all query heads of one KV head.
+struct AttentionTask {
+  int32_t sequence, kv_head, first_query, num_queries, position;
+};
+
+struct RmsNormArgs {
+  Dtype dtype;
+  const char* x;
+  int64_t x_stride;
+  char* residual;  // null, or [rows, width] to which x is added first, in place
+  int64_t residual_stride;
+  const void* weight;
+  float eps;
+  int64_t width;
+  char* out;  // contiguous
+};
+
+struct RopeArgs {
+  Dtype dtype;
+  const char* x;  // [tokens, num_heads, head_dim]
+  int64_t token_stride, head_stride;
+  const float *cos, *sin;  // [tokens, head_dim / 2]
+  int64_t num_heads, head_dim;
+  char* out;  // contiguous
+};
+
+struct SiluMulArgs {
+  Dtype dtype;
+  const char* gate_up;  // [rows, 2 * width]
+  int64_t stride, width;
+  char* out;  // contiguous
+};
+
+struct Kernels {
+  void (*linear)(const LinearArgs&, int64_t task);
+  void (*store_kv)(const StoreArgs&, int64_t token);
+  void (*attention)(const AttentionArgs&, const AttentionTask&);
+  void (*rms_norm)(const RmsNormArgs&, int64_t row);
+  void (*rope)(const RopeArgs&, int64_t token);
+  void (*silu_mul)(const SiluMulArgs&, int64_t row);
+};
+
+namespace generic { extern const Kernels kernels; }
+#if defined(__x86_64__)
+namespace avx2 { extern const Kernels kernels; }
+namespace avx512 { extern const Kernels kernels; }
+namespace avx512bf16 { extern const Kernels kernels; }
+#endif
+
+}  // namespace twinpool

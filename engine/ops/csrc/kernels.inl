@@ -1,0 +1,13 @@
+// All kernels for one instruction set; each isa_*.cpp includes this inside its own namespace and target.
+// The system headers are included by the isa_*.cpp, outside of them.
+
+#include "simd.inl"
+
+#include "panel.inl"
+
+#include "attention.inl"
+#include "elementwise.inl"
+#include "kv_store.inl"
+#include "linear.inl"
+
+const Kernels kernels = {linear, store_kv, attention, rms_norm, rope, silu_mul};

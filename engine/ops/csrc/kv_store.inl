@@ -1,0 +1,80 @@
+// Writes one token's keys and values into the cache, quantizing when the cache is int8 (reference.py: quantize, store_kv).
+
+// Symmetric int8; the codes are made with the scale as fp16 holds it. Returns the scale's fp16 bits.
+template <class T>
+uint16_t quantize(const T* x, int64_t width, int8_t* codes) {
+  // The bits of non-negative floats order as integers do, and NaN above all: no NaN is lost in the maximum.
+  I32 largest = {};
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const I32 magnitude = (I32)load(x + i, width - i) & 0x7fffffff;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  int32_t amax_bits = 0;
+  for (int i = 0; i < kLanes; ++i) amax_bits = std::max(amax_bits, static_cast<int32_t>(largest[i]));
+  float scale;
+  std::memcpy(&scale, &amax_bits, sizeof scale);
+  scale /= 127.0f;
+
+  uint16_t half;
+  if (scale != scale) {
+    half = 0x7e00;
+  } else {
+    scale = std::min(std::max(scale, 6.104e-05f), 65504.0f);
+    uint32_t bits;
+    std::memcpy(&bits, &scale, sizeof bits);
+    bits += 0xfff + ((bits >> 13) & 1);  // nearest, ties to even
+    half = static_cast<uint16_t>((bits >> 13) - (112u << 10));
+  }
+
+  const F32 divisor = splat(half_to_float(half));
+  for (int64_t i = 0; i < width; i += kLanes) {
+    F32 code = load(x + i, width - i) / divisor;
+    code = code > 127.0f ? splat(127.0f) : code;
+    code = code < -127.0f ? splat(-127.0f) : code;
+    const F32 shifter = splat(0x1.8p23f);  // adding it leaves the nearest even integer in the low bits
+    const I32 integer = (I32)(code + shifter) - (I32)shifter;
+    const I8 narrow = __builtin_convertvector(integer, I8);
+    int8_t lanes[kLanes];
+    store_vector(lanes, narrow);
+    std::memcpy(codes + i, lanes, std::min<int64_t>(kLanes, width - i));
+  }
+  return half;
+}
+
+template <class T, class Kv>
+void store_head(const T* x, int64_t width, Kv* to, uint16_t* scale) {
+  if constexpr (sizeof(Kv) == 1) {
+    *scale = quantize(x, width, to);
+  } else {
+    for (int64_t i = 0; i < width; i += kLanes) store(to + i, load(x + i, width - i), width - i);
+  }
+}
+
+template <class T, class Kv>
+void store_token(const StoreArgs& args, int64_t token) {
+  const KvCacheArgs& cache = args.cache;
+  const int64_t slot = args.slots[token], row = slot / cache.block_size * cache.row_bytes;
+  for (int32_t head = 0; head < cache.num_kv_heads; ++head) {
+    const int64_t index = cache.row_of(slot % cache.block_size, head);
+    const auto put = [&](const char* x, char* plane, uint16_t* scales) {
+      uint16_t* scale = scales ? reinterpret_cast<uint16_t*>(reinterpret_cast<char*>(scales) + row) + index : nullptr;
+      store_head(reinterpret_cast<const T*>(x), cache.head_dim,
+                      reinterpret_cast<Kv*>(plane + row) + index * cache.head_dim, scale);
+    };
+    put(args.k + token * args.k_token_stride + head * args.k_head_stride, cache.k, cache.k_scale);
+    put(args.v + token * args.v_token_stride + head * args.v_head_stride, cache.v, cache.v_scale);
+  }
+}
+
+template <class T>
+void store_token_of(const StoreArgs& args, int64_t token) {
+  switch (args.cache.dtype) {
+    case Dtype::int8: return store_token<T, int8_t>(args, token);
+    case Dtype::bf16: return store_token<T, bf16>(args, token);
+    case Dtype::fp32: return store_token<T, float>(args, token);
+  }
+}
+
+void store_kv(const StoreArgs& args, int64_t token) {
+  args.dtype == Dtype::bf16 ? store_token_of<bf16>(args, token) : store_token_of<float>(args, token);
+}

@@ -1,0 +1,86 @@
+"""Finds and loads the shared library of native CPU kernels (csrc/), and chooses its instruction set.
+
+The environment variable TWINPOOL_ISA (generic, avx2, avx512, avx512bf16) overrides the choice of the best one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from pathlib import Path
+
+from twinpool.errors import ConfigError
+
+ISAS = ("generic", "avx2", "avx512", "avx512bf16")
+
+_POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+class KvCacheArgs(ctypes.Structure):
+    """struct KvCacheArgs of kernels.h."""
+
+    _fields_ = (
+        ("dtype", _INT),
+        ("k", _POINTER),
+        ("v", _POINTER),
+        ("k_scale", _POINTER),
+        ("v_scale", _POINTER),
+        ("row_bytes", _SIZE),
+        ("num_kv_heads", _INT),
+        ("block_size", _INT),
+        ("head_dim", _INT),
+    )
+
+
+_CACHE = ctypes.POINTER(KvCacheArgs)
+
+# Parameters as in api.cpp.
+_FUNCTIONS = {
+    "twinpool_set_num_threads": (_INT,),
+    "twinpool_linear": (_INT, _POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER),
+    "twinpool_rms_norm": (_INT, _POINTER, _SIZE, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER, _FLOAT, _POINTER),
+    "twinpool_rope": (_INT, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER),
+    "twinpool_silu_mul": (_INT, _POINTER, _SIZE, _SIZE, _SIZE, _POINTER),
+    "twinpool_store_kv": (_CACHE, _INT, _POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _SIZE, _POINTER, _SIZE),
+    "twinpool_attention": (
+        *(_CACHE, _INT, _POINTER, _SIZE, _SIZE, _INT),
+        *(_POINTER, _SIZE, _INT, _POINTER, _POINTER, _FLOAT, _POINTER),
+    ),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The library, or None where it was not built (no compiler). Raises ConfigError for a bad TWINPOOL_ISA."""
+    path = next(iter(sorted(Path(__file__).parent.glob("_native*.so"))), None)
+    if path is None:
+        return None
+    try:
+        loaded = ctypes.CDLL(str(path))  # a CDLL, so that calls release the GIL
+    except OSError:
+        return None  # built for another machine
+    for name, parameters in _FUNCTIONS.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = parameters, None
+    loaded.twinpool_isa.argtypes, loaded.twinpool_isa.restype = (), ctypes.c_char_p
+    loaded.twinpool_select_isa.argtypes, loaded.twinpool_select_isa.restype = (ctypes.c_char_p,), ctypes.c_int
+    wanted = os.environ.get("TWINPOOL_ISA")
+    if wanted and not loaded.twinpool_select_isa(wanted.encode()):
+        raise ConfigError(
+            f"TWINPOOL_ISA={wanted!r} is not available on this machine: unset it or choose one of {', '.join(ISAS)}",
+            field="TWINPOOL_ISA",
+        )
+    return loaded
+
+
+def isa() -> str:
+    """The instruction set in use; "" without the library."""
+    loaded = library()
+    return "" if loaded is None else loaded.twinpool_isa().decode()
+
+
+def select_isa(name: str) -> bool:
+    """Switches to another instruction set, where this machine has it (for tests and benchmarks; no kernel may be running)."""
+    loaded = library()
+    return loaded is not None and bool(loaded.twinpool_select_isa(name.encode()))

@@ -1,0 +1,46 @@
+"""Builds the native kernels; everything else stands in pyproject.toml.
+
+They are a plain shared library behind a C interface, without Python's or torch's headers. They are optional: where no C++
+compiler is found, the package installs all the same and the "cpu" backend runs on plain torch.
+"""
+
+from setuptools import Extension, setup
+
+CSRC = "engine/ops/csrc"
+SOURCES = ["api", "threads", "isa_generic", "isa_avx2", "isa_avx512", "isa_avx512bf16"]
+HEADERS = [
+    "isa.h",
+    "kernels.h",
+    "threads.h",
+    "kernels.inl",
+    "simd.inl",
+    "panel.inl",
+    "linear.inl",
+    "attention.inl",
+    "kv_store.inl",
+    "elementwise.inl",
+]
+
+setup(
+    ext_modules=[
+        Extension(
+            "engine.ops._native",
+            sources=[f"{CSRC}/{name}.cpp" for name in SOURCES],
+            depends=[f"{CSRC}/{name}" for name in HEADERS],
+            language="c++",
+            extra_compile_args=[
+                "-std=c++17",
+                "-O3",
+                "-fno-math-errno",
+                "-fno-trapping-math",
+                # The same rounding in every copy of an expression: what makes results independent of the batch.
+                "-ffp-contract=off",
+                "-fvisibility=hidden",
+                "-pthread",
+                "-Wno-psabi",
+            ],
+            extra_link_args=["-pthread"],
+            optional=True,
+        )
+    ]
+)
