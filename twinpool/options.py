@@ -123,7 +123,7 @@ def _add_message(chat: v1.Chat, message: Message) -> None:
         chat.messages.add(role=message["role"], content=message["content"])
     except (KeyError, TypeError, ValueError) as error:
         raise errors.InvalidRequest(
-            f'a message must have a "role" and a "content", both text (UTF-8): {error!r}', field="messages"
+            f'messages must have a "role" and a "content" each, both text (UTF-8): {error!r}', field="messages"
         ) from error
 
 
