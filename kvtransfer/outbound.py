@@ -1,0 +1,352 @@
+"""One link of the prefill worker to one decode worker, and the thread that runs it.
+
+The thread connects, then loops: take what the pushes have queued (descriptors, never bytes), end pushes whose deadline
+has passed, send at most one frame, look for answers. Frames are bounded and pushes take turns, so that a short request
+does not wait behind a long one and an abort is quick. A full socket is the backpressure: the thread then waits for
+room, answers, new work or the next deadline, whichever comes first, so a slow receiver delays nothing but its own frames.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvtransfer import handshake, wire
+from kvtransfer.digest import row_checksum
+from kvtransfer.metrics import TransferMetrics
+from kvtransfer.push import GiveUp, Note, Push, Rows
+from kvtransfer.region import Region
+from kvtransfer.reservation import commit_context
+from kvtransfer.target import Target
+from kvtransfer.transports import Link
+from twinpool.errors import PeerLost, TransferFailed, TransferTimeout, TwinpoolError
+
+log = logging.getLogger(__name__)
+
+FRAME_BYTES = 1 << 20  # rows are put into one frame up to this size (one row at least)
+FRAME_GRACE_S = 2.0  # a frame whose push has ended may take this long to leave before the link is cut
+IDLE_S = 60.0  # a link without pushes is closed after this long
+
+
+class Outbound:
+    """Public methods are for any thread; the rest is the link thread's."""
+
+    def __init__(
+        self,
+        peer: str,
+        connect: Callable[[], Link],
+        regions: Sequence[Region],
+        metrics: TransferMetrics,
+        on_end: Callable[[Outbound], None],
+    ) -> None:
+        """connect: makes the link and gets it through the handshake; runs on the new thread."""
+        self._peer = peer
+        self._connect = connect
+        self._regions = regions
+        self._metrics = metrics
+        self._on_end = on_end
+        self._lock = threading.Lock()  # guards the next six
+        self._inbox: deque[tuple[Push, Rows | Note | GiveUp | None]] = deque()
+        self._signalled = False
+        self._ended = False
+        self._closing = False
+        self._link: Link | None = None
+        self._num_opened = 0
+        self._wake_read, self._wake_write = os.pipe()
+        self._pushes: dict[int, Push] = {}
+        self._queues: dict[int, deque[Rows | Note]] = {}
+        self._turns: deque[int] = deque()  # pushes with something queued, each once
+        self._aborts: deque[wire.Abort] = deque()
+        self._queued_rows = 0
+        self._in_flight: Push | None = None  # whose rows the frame being sent reads
+        self._sending = False
+        self._frame_rows = (0, 0)  # rows and bytes of the frame being sent
+        self._frame_deadline = 0.0
+        self._idle_since = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name=f"kv-send {peer}", daemon=True)
+
+    def start(self) -> None:
+        """After the first `open`: a link that cannot be made then still fails that push."""
+        self._thread.start()
+
+    def open(self, target: Target, deadline: float) -> Push | None:
+        """A new push on this link, or None when the link has ended."""
+        with self._lock:
+            if self._ended or self._closing:
+                return None
+            self._num_opened += 1
+            push = Push(self, target, self._regions, self._num_opened, deadline)
+            self._put_in_inbox(push, None)
+            return push
+
+    def enqueue(self, push: Push, item: Rows | Note | GiveUp) -> None:
+        with self._lock:
+            if not self._ended:
+                self._put_in_inbox(push, item)
+
+    def close(self) -> None:
+        """Fails what is open and ends the thread."""
+        with self._lock:
+            self._closing = True
+            if not self._ended:
+                self._signal()
+            if self._link is not None:
+                self._link.cut()
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout=timeout_s)
+
+    def _put_in_inbox(self, push: Push, item: Rows | Note | GiveUp | None) -> None:
+        self._inbox.append((push, item))
+        self._signal()
+
+    def _signal(self) -> None:
+        if not self._signalled:
+            self._signalled = True
+            os.write(self._wake_write, b"\0")
+
+    # --- the link's thread ---
+
+    def _run(self) -> None:
+        error: TwinpoolError = PeerLost(f"the link to {self._peer} was closed by this side")
+        link = None
+        try:
+            link = self._connect()
+            with self._lock:
+                self._link = link
+            self._pump(link)
+        except TwinpoolError as exc:
+            error = exc
+        except wire.Malformed as exc:
+            error = PeerLost(f"{self._peer} sent what is no frame: {exc}")
+        except Exception as exc:
+            log.exception("the KV link to %s failed", self._peer)
+            error = TransferFailed(f"the link to {self._peer} failed: {exc!r}")
+        finally:
+            self._end_link(link, error)
+
+    def _end_link(self, link: Link | None, error: TwinpoolError) -> None:
+        with self._lock:
+            self._ended = True
+            self._link = None
+            late, self._inbox = self._inbox, deque()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+        if link is not None:
+            link.close()  # nothing reads the source rows any more
+        self._on_end(self)
+        for push, _ in late:
+            self._pushes.setdefault(push.number, push)  # opened too late to be known, or ended already
+        for push in self._pushes.values():
+            self._report(push, error)
+            push.closed.set()
+        if self._in_flight is not None:
+            self._in_flight.closed.set()
+        self._metrics.queued(self._peer, 0)
+
+    def _pump(self, link: Link) -> None:
+        poll = select.poll()
+        poll.register(self._wake_read, select.POLLIN)
+        poll.register(link.fileno(), select.POLLIN)
+        waits_for_room = False
+        while not self._closing:
+            self._take_inbox()
+            self._end_late()
+            more = self._send_some(link)
+            if self._sending != waits_for_room:
+                waits_for_room = self._sending
+                poll.modify(link.fileno(), select.POLLIN | (select.POLLOUT if waits_for_room else 0))
+            timeout_s = 0.0 if more else self._wait_s()
+            for descriptor, _ in poll.poll(timeout_s * 1000):
+                if descriptor == link.fileno():
+                    for message in link.receive_ready():
+                        self._take_answer(message)
+            if self._is_idle():
+                return
+
+    def _take_inbox(self) -> None:
+        with self._lock:
+            if not self._signalled:
+                return
+            os.read(self._wake_read, 1)
+            self._signalled = False
+            items, self._inbox = self._inbox, deque()
+        for push, item in items:
+            if item is None:
+                self._pushes[push.number] = push
+                self._queues[push.number] = deque()
+            elif push.number not in self._pushes:
+                pass  # it has ended
+            elif isinstance(item, GiveUp):
+                self._give_up(push, item.error)
+            else:
+                queue = self._queues[push.number]
+                if not queue:
+                    self._turns.append(push.number)
+                queue.append(item)
+                self._count_queued(len(item.rows) if isinstance(item, Rows) else 0)
+
+    def _send_some(self, link: Link) -> bool:
+        """Goes on with the frame begun, or begins the next. True when there is more to send without waiting."""
+        if not self._sending and not self._begin_frame(link):
+            return False
+        if not link.advance():
+            return False
+        self._sending = False
+        rows, num_bytes = self._frame_rows
+        push, self._in_flight = self._in_flight, None
+        if push is not None:
+            push.num_rows += rows
+            push.num_bytes += num_bytes
+            if rows:
+                self._metrics.moved(self._peer, rows, num_bytes)
+            if push.number not in self._pushes:  # it ended while its last frame left
+                push.closed.set()
+        return bool(self._aborts or self._turns)
+
+    def _begin_frame(self, link: Link) -> bool:
+        self._frame_rows = (0, 0)
+        if self._aborts:
+            link.start(self._aborts.popleft())
+            self._frame_deadline = time.monotonic() + FRAME_GRACE_S
+            self._sending = True
+            return True
+        while self._turns:
+            push = self._pushes.get(self._turns.popleft())
+            if push is None:
+                continue
+            if push.first_put_at is None:
+                push.first_put_at = time.monotonic()
+            item = self._queues[push.number].popleft()
+            try:
+                if isinstance(item, Rows):
+                    self._begin_put(link, push, item)
+                else:
+                    self._begin_commit(link, push, item)
+            except TransferFailed as exc:
+                self._give_up(push, exc)
+                continue
+            if self._queues[push.number]:
+                self._turns.append(push.number)
+            self._in_flight = push
+            self._frame_deadline = push.deadline + FRAME_GRACE_S
+            self._sending = True
+            return True
+        return False
+
+    def _begin_put(self, link: Link, push: Push, item: Rows) -> None:
+        region = self._regions[item.region]
+        size = min(wire.MAX_ROWS_PER_PUT, max(1, FRAME_BYTES // region.row_bytes))
+        positions, rows = item.positions[:size], item.rows[:size]
+        if len(item.rows) > size:
+            self._queues[push.number].appendleft(Rows(item.region, item.positions[size:], item.rows[size:]))
+        self._count_queued(-len(rows))
+        repeated = push.manifest.first_repeated(item.region, positions)
+        if repeated is not None:
+            raise TransferFailed(f"position {repeated} of region {region.name!r} was put twice")
+        checksums = [row_checksum(region.row(row)) for row in rows]
+        push.manifest.add(item.region, positions, checksums)
+        self._frame_rows = (len(rows), len(rows) * region.row_bytes)
+        link.start(
+            wire.Put(
+                push=push.number,
+                token=push.target.token,
+                request_id=push.target.request_id,
+                attempt=push.target.attempt,
+                region=item.region,
+                positions=wire.pack_u32(positions),
+                checksums=wire.pack_u64(checksums),
+            ),
+            region.runs(rows),
+        )
+
+    def _begin_commit(self, link: Link, push: Push, item: Note) -> None:
+        target = push.target
+        link.start(
+            wire.Commit(
+                push=push.number,
+                token=target.token,
+                request_id=target.request_id,
+                attempt=target.attempt,
+                counts=wire.pack_u32(push.manifest.counts()),
+                digest=push.manifest.digest(commit_context(target.request_id, target.attempt, item.note)),
+            ),
+            [memoryview(item.note)] if item.note else [],
+        )
+
+    def _take_answer(self, message: wire.Message) -> None:
+        if isinstance(message, wire.Refused) and message.push == 0:
+            raise handshake.refusal(message)
+        if not isinstance(message, wire.Committed | wire.Refused):
+            raise wire.Malformed(f"{type(message).__name__} where an answer was expected")
+        push = self._pushes.get(message.push)
+        if push is not None:  # else it has ended on this side
+            self._end(push, handshake.refusal(message) if isinstance(message, wire.Refused) else None)
+
+    def _end_late(self) -> None:
+        now = time.monotonic()
+        for push in [push for push in self._pushes.values() if push.deadline <= now]:
+            self._give_up(
+                push,
+                TransferTimeout(
+                    f"{self._peer} did not confirm the KV rows of request {push.target.request_id!r} in time"
+                ),
+            )
+        if self._sending and self._frame_deadline <= now:
+            raise PeerLost(f"{self._peer} takes no more bytes")
+
+    def _give_up(self, push: Push, error: TransferFailed) -> None:
+        """Ends a push from this side and has the receiver told."""
+        target = push.target
+        self._aborts.append(
+            wire.Abort(
+                push=push.number,
+                token=target.token,
+                request_id=target.request_id,
+                attempt=target.attempt,
+                reason=error.message[: wire.MAX_REASON_CHARS],
+            )
+        )
+        self._end(push, error)
+
+    def _end(self, push: Push, error: TwinpoolError | None) -> None:
+        del self._pushes[push.number]
+        dropped = sum(len(item.rows) for item in self._queues.pop(push.number) if isinstance(item, Rows))
+        self._count_queued(-dropped)
+        if not self._pushes:
+            self._idle_since = time.monotonic()
+        if self._in_flight is push:  # `closed` follows when its frame is out
+            self._frame_deadline = min(self._frame_deadline, time.monotonic() + FRAME_GRACE_S)
+        else:
+            push.closed.set()
+        self._report(push, error)
+
+    def _report(self, push: Push, error: TwinpoolError | None) -> None:
+        result = push.finish(error)
+        if result is not None:
+            self._metrics.finished(self._peer, result.seconds, None if error is None else type(error).__name__)
+
+    def _count_queued(self, rows: int) -> None:
+        if rows:
+            self._queued_rows += rows
+            self._metrics.queued(self._peer, self._queued_rows)
+
+    def _wait_s(self) -> float:
+        """Until the next thing happens by itself."""
+        until = min((push.deadline for push in self._pushes.values()), default=self._idle_since + IDLE_S)
+        if self._sending:
+            until = min(until, self._frame_deadline)
+        return max(0.0, until - time.monotonic())
+
+    def _is_idle(self) -> bool:
+        """True, once, when the link has had nothing to do for long; no push can be opened after that."""
+        if self._pushes or self._sending or time.monotonic() < self._idle_since + IDLE_S:
+            return False
+        with self._lock:
+            self._ended = not self._inbox
+            return self._ended

@@ -1,0 +1,173 @@
+"""One request's rows on their way out, as the prefill worker sees them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvtransfer import wire
+from kvtransfer.digest import Manifest
+from kvtransfer.region import Region
+from kvtransfer.target import Span, Target
+from twinpool.errors import TransferFailed, TwinpoolError
+
+if TYPE_CHECKING:
+    from kvtransfer.outbound import Outbound
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushResult:
+    """How a push ended. Times are time.monotonic()."""
+
+    error: TwinpoolError | None  # TransferFailed, Incompatible or Unauthenticated; None: the receiver has verified all
+    bytes: int  # of rows that left
+    rows: int
+    seconds: float  # first row to the end
+    first_put_at: float
+    done_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Descriptor of rows that may travel; the rows themselves stay where they are until they do."""
+
+    region: int
+    positions: tuple[int, ...]
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Descriptor of a commit."""
+
+    note: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Descriptor of an end from this side."""
+
+    error: TransferFailed
+
+
+class Push:
+    """Made by KvSender.open. `put` and `commit` belong to one thread, `abort` to anybody; none of them waits.
+
+    Ends once: committed, refused, failed, timed out or aborted. `error` tells early, `on_done` of `commit` finally.
+    `closed` is set when no source row is read any more, which is after the end by one frame at most.
+    """
+
+    def __init__(
+        self, outbound: Outbound, target: Target, regions: Sequence[Region], number: int, deadline: float
+    ) -> None:
+        self.closed = threading.Event()
+        self.target = target
+        self.number = number  # on its link
+        self.deadline = deadline
+        self._outbound = outbound
+        self._regions = regions
+        self._lock = threading.Lock()
+        self._on_done: Callable[[PushResult], None] | None = None
+        self._result: PushResult | None = None
+        # The rest is the link thread's.
+        self.manifest = Manifest(self._span(region).size for region in regions)
+        self.num_bytes = 0
+        self.num_rows = 0
+        self.first_put_at: float | None = None
+
+    @property
+    def expected_from(self) -> Mapping[str, int]:
+        """For every group the first position that the receiver wants; it holds what is below."""
+        return {group: span.first for group, span in self.target.spans.items()}
+
+    @property
+    def error(self) -> TwinpoolError | None:
+        """Why the push failed, as soon as that is known."""
+        return None if self._result is None else self._result.error
+
+    def put(self, region: int, positions: Sequence[int], rows: Sequence[int]) -> None:
+        """Rows `rows` of region number `region` are final: they go to `positions` of the reservation.
+
+        Positions that the receiver holds already are left out. The caller keeps the rows unchanged until `closed`.
+        A push that has failed ignores it. Raises ValueError for rows that do not exist here.
+        """
+        source = self._regions[region]
+        if len(positions) != len(rows) or (rows and not 0 <= min(rows) <= max(rows) < source.num_rows):
+            raise ValueError(
+                f"{len(rows)} rows for {len(positions)} positions; "
+                f"region {source.name!r} has rows 0 to {source.num_rows - 1}"
+            )
+        span = self._span(source)
+        if positions and not 0 <= min(positions) <= max(positions) < span.size:
+            self._outbound.enqueue(
+                self,
+                GiveUp(
+                    TransferFailed(
+                        f"positions {min(positions)} to {max(positions)} of region {source.name!r} do not fit "
+                        f"into the {span.size} rows that were reserved"
+                    )
+                ),
+            )
+            return
+        wanted = [(position, row) for position, row in zip(positions, rows, strict=True) if position >= span.first]
+        if wanted:
+            self._outbound.enqueue(self, Rows(region, *zip(*wanted, strict=True)))
+
+    def commit(self, note: bytes, on_done: Callable[[PushResult], None]) -> None:
+        """After the last put. `on_done` is called once: by the link's thread, or in here when the push has ended.
+
+        Keep `on_done` short. note: opaque bytes for the receiver, at most wire.MAX_NOTE_BYTES (else ValueError).
+        """
+        if len(note) > wire.MAX_NOTE_BYTES:
+            raise ValueError(f"a note of {len(note)} bytes; {wire.MAX_NOTE_BYTES} are allowed")
+        with self._lock:
+            if self._on_done is not None:
+                raise ValueError("the push has been committed before")
+            self._on_done = on_done
+            result = self._result
+        if result is not None:
+            _call(on_done, result)
+        else:
+            self._outbound.enqueue(self, Note(note))
+
+    def abort(self, reason: str) -> None:
+        """Ends the push, if it has not ended; the receiver is told at once. Idempotent."""
+        self._outbound.enqueue(self, GiveUp(TransferFailed(f"aborted: {reason}")))
+
+    def finish(self, error: TwinpoolError | None) -> PushResult | None:
+        """The end. Called by the link's thread; None when the push had ended before."""
+        done_at = time.monotonic()
+        first_put_at = done_at if self.first_put_at is None else self.first_put_at
+        result = PushResult(
+            error=error,
+            bytes=self.num_bytes,
+            rows=self.num_rows,
+            seconds=done_at - first_put_at,
+            first_put_at=first_put_at,
+            done_at=done_at,
+        )
+        with self._lock:
+            if self._result is not None:
+                return None
+            self._result = result
+            on_done = self._on_done
+        if on_done is not None:
+            _call(on_done, result)
+        return result
+
+    def _span(self, region: Region) -> Span:
+        return self.target.spans.get(region.group, Span(first=0, size=0))
+
+
+def _call(on_done: Callable[[PushResult], None], result: PushResult) -> None:
+    """An owner's fault must not take the link, and with it other pushes, down."""
+    try:
+        on_done(result)
+    except Exception:
+        log.exception("on_done of a KV push raised")

@@ -1,0 +1,247 @@
+"""The decode worker's end: hands out reservations and lets links fill them.
+
+One thread a link reads frames in order. For each Put: find the reservation by its token, let it check the claim and the
+positions, let the link put the payload where the reservation says, verify. Whatever concerns one push is answered with
+Refused and ends that push only; whatever is no frame closes the link and ends what the link had claimed.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from kvtransfer import handshake, transports, wire
+from kvtransfer.metrics import NoMetrics, TransferMetrics
+from kvtransfer.region import Region, check_regions
+from kvtransfer.reservation import Commit, Reservation
+from kvtransfer.reservation_table import ReservationTable
+from kvtransfer.target import Target
+from kvtransfer.transports import Link
+from twinpool.errors import Incompatible, InvalidRequest, PeerLost, ReservationGone, TransferFailed, Unauthenticated
+
+log = logging.getLogger(__name__)
+
+MAX_LINKS = 1024
+REPLY_TIMEOUT_S = 5.0  # a sender that takes no answer for this long is cut off
+CLOSE_TIMEOUT_S = 5.0
+
+
+class KvReceiver:
+    """Thread safe. Serves between `start` and `close`; `endpoint` is known after `start`."""
+
+    def __init__(
+        self,
+        regions: Sequence[Region],
+        *,
+        fingerprint: str,
+        cluster_key: str = "",
+        transport: str = "tcp",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        advertise: str | None = None,
+        max_reservations: int = 4096,
+        metrics: TransferMetrics | None = None,
+    ) -> None:
+        """fingerprint: of everything both sides must agree on; senders with another are refused.
+
+        advertise: host, or host:port, under which senders reach this process (default: where it listens).
+        """
+        self.endpoint = ""
+        self._regions = check_regions(regions)
+        self._num_rows = {region.group: region.num_rows for region in self._regions}
+        self._fingerprint = fingerprint
+        self._cluster_key = cluster_key
+        self._incarnation = secrets.token_bytes(wire.INCARNATION_BYTES)
+        self._transport = transports.create(transport)
+        self._address = (host, port, advertise)
+        self._metrics = metrics or NoMetrics()
+        self._table = ReservationTable(max_reservations)
+        self._links: dict[Link, threading.Thread] = {}
+        self._links_lock = threading.Lock()
+        self._closed = False
+
+    def start(self) -> None:
+        """Raises ConfigError when the address cannot be listened on."""
+        self._transport.register(self._regions)
+        self._table.start()
+        self._listener = self._transport.listen(*self._address, self._accept)
+        self.endpoint = self._listener.endpoint
+
+    def close(self) -> None:
+        """Ends every link, thread and reservation (on_failed is called for live ones). Bounded; idempotent."""
+        with self._links_lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._listener.close()
+        with self._links_lock:
+            links = dict(self._links)
+        for link in links:
+            link.cut()
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        for thread in links.values():
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
+        self._table.close()
+
+    def reserve(
+        self,
+        *,
+        request_id: str,
+        attempt: int,
+        rows: Mapping[str, Sequence[int]],
+        timeout_s: float,
+        on_commit: Callable[[Commit], None],
+        on_failed: Callable[[TransferFailed], None],
+        expected_from: Mapping[str, int] | None = None,
+    ) -> Reservation:
+        """Sets `rows` aside for one push of this request and attempt, for `timeout_s` seconds.
+
+        rows: for every group the row ids in order of absolute position in the sequence.
+        expected_from: for a group the first position that has to come (default 0); rows below it hold their data already
+        and are never written.
+        Raises Overloaded when too many are open, InvalidRequest for an id that cannot travel, ValueError for rows that
+        do not exist.
+        """
+        if not 0 < len(request_id) <= wire.MAX_REQUEST_ID_CHARS:
+            raise InvalidRequest(
+                f"a request id has 1 to {wire.MAX_REQUEST_ID_CHARS} characters, not {len(request_id)}",
+                field="request_id",
+            )
+        first = dict(expected_from or {})
+        self._check_rows(rows, first)
+        reservation = Reservation(
+            regions=self._regions,
+            request_id=request_id,
+            attempt=attempt,
+            rows={group: tuple(ids) for group, ids in rows.items()},
+            expected_from=first,
+            timeout_s=timeout_s,
+            on_commit=on_commit,
+            on_failed=on_failed,
+            forget=self._table.forget,
+            metrics=self._metrics,
+        )
+        reservation.target = Target(
+            endpoints=(self.endpoint,),
+            incarnation=self._incarnation,
+            token=reservation.token,
+            request_id=request_id,
+            attempt=attempt,
+            spans=reservation.spans(),
+        ).encode()
+        self._table.add(reservation)
+        return reservation
+
+    @property
+    def num_reservations(self) -> int:
+        """Reservations that are neither committed, failed nor released."""
+        return len(self._table)
+
+    def _check_rows(self, rows: Mapping[str, Sequence[int]], first: Mapping[str, int]) -> None:
+        for group, ids in rows.items():
+            if group not in self._num_rows:
+                raise ValueError(f"no region belongs to group {group!r}")
+            if len(set(ids)) != len(ids) or (ids and not 0 <= min(ids) <= max(ids) < self._num_rows[group]):
+                raise ValueError(f"rows of group {group!r} must be distinct and below {self._num_rows[group]}")
+        for group, position in first.items():
+            if not 0 <= position <= len(rows.get(group, ())):
+                raise ValueError(f"expected_from[{group!r}] is {position}, beyond the {len(rows.get(group, ()))} rows")
+
+    def _accept(self, link: Link) -> None:
+        thread = threading.Thread(target=self._serve, args=(link,), name=f"kv-receive {link.peer}", daemon=True)
+        with self._links_lock:
+            if self._closed or len(self._links) >= MAX_LINKS:
+                log.warning("refusing a KV link from %s: %d are open", link.peer, len(self._links))
+                link.close()
+                return
+            self._links[link] = thread
+            thread.start()
+
+    def _serve(self, link: Link) -> None:
+        reason = "the link was closed"
+        try:
+            handshake.admit(
+                link,
+                fingerprint=self._fingerprint,
+                regions=self._regions,
+                cluster_key=self._cluster_key,
+                incarnation=self._incarnation,
+                deadline=time.monotonic() + handshake.TIMEOUT_S,
+            )
+            while True:
+                self._handle(link, link.receive())
+        except PeerLost as exc:
+            reason = exc.message
+        except (wire.Malformed, Unauthenticated, Incompatible, TransferFailed) as exc:
+            reason = f"link from {link.peer} refused: {exc}"
+            self._metrics.refused(link.peer, type(exc).__name__)
+            log.warning("%s", reason)
+        finally:
+            self._table.lose(link, reason)
+            with self._links_lock:
+                self._links.pop(link, None)
+            link.close()
+
+    def _handle(self, link: Link, frame: wire.Frame) -> None:
+        message = frame.message
+        if isinstance(message, wire.Put):
+            self._put(link, message, frame.payload_bytes)
+        elif isinstance(message, wire.Commit):
+            self._commit(link, message, frame.payload_bytes)
+        elif isinstance(message, wire.Abort):
+            self._abort(link, message)
+        else:
+            raise wire.Malformed(f"{type(message).__name__} where rows were expected")
+
+    def _put(self, link: Link, put: wire.Put, payload_bytes: int) -> None:
+        num_rows = len(put.positions) // 4
+        if put.region >= len(self._regions) or payload_bytes != num_rows * self._regions[put.region].row_bytes:
+            raise wire.Malformed(f"Put of {num_rows} rows of region {put.region} with {payload_bytes} bytes")
+        reservation, filled = None, False
+        try:
+            reservation = self._claimed(link, put)
+            with reservation.landing(put) as destination:
+                link.fill(destination)
+                filled = True
+        except PeerLost:
+            raise  # the link itself broke
+        except TransferFailed as exc:
+            if not filled:
+                link.skip(payload_bytes)
+            self._end(link, put.push, reservation, exc)
+        else:
+            self._metrics.moved(link.peer, num_rows, payload_bytes)
+
+    def _commit(self, link: Link, commit: wire.Commit, payload_bytes: int) -> None:
+        note = memoryview(bytearray(payload_bytes))
+        link.fill([note] if payload_bytes else [])
+        reservation = None
+        try:
+            reservation = self._claimed(link, commit)
+            reservation.commit(link, commit, bytes(note))
+        except TransferFailed as exc:
+            self._end(link, commit.push, reservation, exc)
+        else:
+            link.send(wire.Committed(push=commit.push), deadline=time.monotonic() + REPLY_TIMEOUT_S)
+
+    def _abort(self, link: Link, abort: wire.Abort) -> None:
+        try:
+            reservation = self._claimed(link, abort)
+        except ReservationGone:
+            return  # over already: what an abort is for
+        reservation.fail(TransferFailed(f"the sender gave up: {abort.reason}"))
+
+    def _claimed(self, link: Link, message: wire.Put | wire.Commit | wire.Abort) -> Reservation:
+        reservation = self._table.find(message.token)
+        reservation.claim(link, message)
+        return reservation
+
+    def _end(self, link: Link, push: int, reservation: Reservation | None, error: TransferFailed) -> None:
+        """Ends one push; `reservation` is None when the push never had a right to one."""
+        if reservation is not None:
+            reservation.fail(error)
+        self._metrics.refused(link.peer, type(error).__name__)
+        link.send(handshake.refused(push, error), deadline=time.monotonic() + REPLY_TIMEOUT_S)

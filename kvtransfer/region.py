@@ -1,0 +1,72 @@
+"""Registered memory: a region is one preallocated array of equal rows, and a row is the unit that travels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """`len(buffer) / row_bytes` rows of `row_bytes` bytes each, side by side.
+
+    buffer: writable, C-contiguous, of any item type and shape; kept as flat bytes. It must outlive the region.
+    group: regions of one group share row ids: what owns row 7 of one owns row 7 of all.
+    Raises ValueError when the buffer cannot serve.
+    """
+
+    name: str
+    group: str
+    buffer: memoryview
+    row_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.buffer.readonly or not self.buffer.c_contiguous:
+            raise ValueError(f"region {self.name!r} needs a writable, C-contiguous buffer")
+        if self.row_bytes < 1 or self.buffer.nbytes % self.row_bytes:
+            raise ValueError(
+                f"region {self.name!r}: {self.buffer.nbytes} bytes are not a whole number of {self.row_bytes}-byte rows"
+            )
+        object.__setattr__(self, "buffer", self.buffer.cast("B"))
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.buffer) // self.row_bytes
+
+    def row(self, row: int) -> memoryview:
+        return self.buffer[row * self.row_bytes : (row + 1) * self.row_bytes]
+
+    def runs(self, rows: Sequence[int]) -> list[memoryview]:
+        """The memory of `rows` in their order, neighbours joined: the shortest scatter/gather list."""
+        size = self.row_bytes
+        return [self.buffer[first * size : (last + 1) * size] for first, last in _runs(rows)]
+
+
+def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
+    first = last = rows[0]
+    for row in rows[1:]:
+        if row == last + 1:
+            last = row
+            continue
+        yield first, last
+        first = last = row
+    yield first, last
+
+
+def check_regions(regions: Sequence[Region]) -> tuple[Region, ...]:
+    """The regions of one process, or ValueError where they contradict each other."""
+    if not regions:
+        raise ValueError("there is no region to transfer")
+    rows_of_group: dict[str, Region] = {}
+    names: set[str] = set()
+    for region in regions:
+        if region.name in names:
+            raise ValueError(f"two regions are called {region.name!r}")
+        names.add(region.name)
+        peer = rows_of_group.setdefault(region.group, region)
+        if peer.num_rows != region.num_rows:
+            raise ValueError(
+                f"regions {peer.name!r} and {region.name!r} share group {region.group!r} "
+                f"but hold {peer.num_rows} and {region.num_rows} rows"
+            )
+    return tuple(regions)

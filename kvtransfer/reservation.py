@@ -1,0 +1,245 @@
+"""Reservations: rows set aside for one push, and the rule that nobody else ever writes them.
+
+    OPEN ──first frame of a sender──> CLAIMED ──commit verified──> COMMITTED ──┐
+      │                                  │                                     ├──release()──> RELEASED
+      └──expiry, abort, wrong data, link lost──> FAILED ───────────────────────┘
+
+A token opens its reservation once, for one push on one link. Bytes land only while the state is OPEN or CLAIMED;
+`release` moves it on first and then waits for the frame that may be landing, so that the rows are free when it returns.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvtransfer import wire
+from kvtransfer.digest import Manifest, row_checksum
+from kvtransfer.metrics import TransferMetrics
+from kvtransfer.region import Region
+from kvtransfer.target import Span
+from kvtransfer.transports import Link
+from twinpool.errors import (
+    ChecksumMismatch,
+    Internal,
+    PeerLost,
+    ReservationGone,
+    TransferFailed,
+    TransferTimeout,
+)
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+FENCE_WAIT_S = 0.25  # how long release() lets a frame in flight finish before it cuts the link
+CUT_WAIT_S = 5.0  # a cut link ends its read at once; longer means a bug
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """A complete, verified transfer."""
+
+    note: bytes  # the sender's, opaque
+    bytes: int  # payload that travelled for it
+    rows: int
+    seconds: float  # first frame to commit
+
+
+class _State(enum.Enum):
+    OPEN = enum.auto()
+    CLAIMED = enum.auto()
+    COMMITTED = enum.auto()
+    FAILED = enum.auto()
+    RELEASED = enum.auto()
+
+
+_LIVE = (_State.OPEN, _State.CLAIMED)
+
+
+class Reservation:
+    """One request's rows, waiting for one push. Made by KvReceiver.reserve; thread safe.
+
+    `target` is what the sender needs. Exactly one of on_commit and on_failed is called, once, on a transfer thread and
+    without locks, unless `release` comes first. The rows may be reused only after `release` returned.
+    """
+
+    def __init__(
+        self,
+        *,
+        regions: Sequence[Region],
+        request_id: str,
+        attempt: int,
+        rows: Mapping[str, tuple[int, ...]],
+        expected_from: Mapping[str, int],
+        timeout_s: float,
+        on_commit: Callable[[Commit], None],
+        on_failed: Callable[[TransferFailed], None],
+        forget: Callable[[Reservation], None],
+        metrics: TransferMetrics,
+    ) -> None:
+        self.request_id = request_id
+        self.attempt = attempt
+        self.token = secrets.token_bytes(wire.TOKEN_BYTES)
+        self.expires_at = time.monotonic() + timeout_s
+        self.target = b""  # set by KvReceiver
+        self._timeout_s = timeout_s
+        self._regions = regions
+        self._rows = rows
+        self._first = expected_from
+        self._on_commit = on_commit
+        self._on_failed = on_failed
+        self._forget = forget
+        self._metrics = metrics
+        self._lock = threading.Condition()
+        self._state = _State.OPEN
+        self._claim: tuple[Link, int] | None = None  # link and push that own it
+        self._claimed_at = 0.0
+        self._landing = False  # a frame's bytes may be entering the rows
+        self._num_bytes = 0
+        self._manifest = Manifest(len(rows.get(region.group, ())) for region in regions)
+
+    def spans(self) -> dict[str, Span]:
+        return {group: Span(first=self._first.get(group, 0), size=len(rows)) for group, rows in self._rows.items()}
+
+    def release(self) -> None:
+        """Gives the rows back to their owner: when this returns, no byte of this reservation can land any more.
+
+        Idempotent. Waits for a frame in flight at most FENCE_WAIT_S, then cuts that link. No callback begins after it.
+        """
+        with self._lock:
+            self._state = _State.RELEASED
+            self._forget(self)
+            if self._claim is None or self._lock.wait_for(lambda: not self._landing, FENCE_WAIT_S):
+                return
+            link = self._claim[0]
+            log.warning("cutting the KV link to %s: its frame for a released reservation does not end", link.peer)
+            link.cut()
+            if not self._lock.wait_for(lambda: not self._landing, CUT_WAIT_S):
+                raise Internal("a KV frame still lands after its link was cut: the rows must not be used again")
+
+    def claim(self, link: Link, message: wire.Put | wire.Commit | wire.Abort) -> None:
+        """Binds the reservation to the push of its first frame. ReservationGone for any other."""
+        with self._lock:
+            if message.request_id != self.request_id or message.attempt != self.attempt:
+                raise ReservationGone("the reservation belongs to another request or attempt")
+            if self._state is _State.OPEN:
+                self._state = _State.CLAIMED
+                self._claim = (link, message.push)
+                self._claimed_at = time.monotonic()
+            elif self._state is not _State.CLAIMED:
+                raise ReservationGone("the reservation is over")
+            elif self._claim != (link, message.push):
+                raise ReservationGone("the reservation is in use by another push")
+
+    @contextmanager
+    def landing(self, put: wire.Put) -> Iterator[list[memoryview]]:
+        """Yields the memory where the payload of `put` belongs; verifies it at the end.
+
+        Raises TransferFailed before anything is written when the rows are not expected, ReservationGone when the
+        reservation ended meanwhile, ChecksumMismatch when other bytes arrived than were sent.
+        """
+        region = self._regions[put.region]
+        positions = wire.unpack_u32(put.positions)
+        checksums = wire.unpack_u64(put.checksums)
+        with self._lock:
+            if self._state is not _State.CLAIMED:
+                raise ReservationGone("the reservation is over")
+            rows = self._rows_at(region, put.region, positions)
+            self._landing = True
+        try:
+            yield region.runs(rows)
+            for position, row, checksum in zip(positions, rows, checksums, strict=True):
+                if row_checksum(region.row(row)) != checksum:
+                    raise ChecksumMismatch(
+                        f"row {position} of region {region.name!r} of request {self.request_id!r} arrived damaged"
+                    )
+            self._manifest.add(put.region, positions, checksums)
+            self._num_bytes += len(rows) * region.row_bytes
+        finally:
+            with self._lock:
+                self._landing = False
+                self._lock.notify_all()
+
+    def _rows_at(self, region: Region, index: int, positions: tuple[int, ...]) -> list[int]:
+        rows = self._rows.get(region.group, ())
+        first = self._first.get(region.group, 0)
+        if min(positions) < first or max(positions) >= len(rows):
+            raise TransferFailed(
+                f"positions {min(positions)} to {max(positions)} of region {region.name!r} were sent "
+                f"where {first} to {len(rows) - 1} are expected"
+            )
+        repeated = self._manifest.first_repeated(index, positions)
+        if repeated is not None:
+            raise TransferFailed(f"position {repeated} of region {region.name!r} was sent twice")
+        return [rows[position] for position in positions]
+
+    def commit(self, link: Link, message: wire.Commit, note: bytes) -> None:
+        """Checks that everything arrived exactly once and unchanged, then tells the owner. Raises what is wrong."""
+        self._check_complete(message, note)
+        with self._lock:
+            if self._state is not _State.CLAIMED:
+                raise ReservationGone("the reservation is over")
+            self._state = _State.COMMITTED
+            self._forget(self)
+            seconds = time.monotonic() - self._claimed_at
+        done = Commit(note=note, bytes=self._num_bytes, rows=sum(self._manifest.counts()), seconds=seconds)
+        self._metrics.finished(link.peer, seconds, None)
+        _call(self._on_commit, done)
+
+    def _check_complete(self, message: wire.Commit, note: bytes) -> None:
+        counts = self._manifest.counts()
+        if list(wire.unpack_u32(message.counts)) != counts:
+            raise TransferFailed(f"the sender committed other row counts than the {sum(counts)} rows that arrived")
+        for index, region in enumerate(self._regions):
+            missing = self._manifest.first_missing(index, self._first.get(region.group, 0))
+            if missing is not None:
+                raise TransferFailed(f"position {missing} of region {region.name!r} never arrived")
+        if message.digest != self._manifest.digest(commit_context(self.request_id, self.attempt, note)):
+            raise ChecksumMismatch(f"the digest of request {self.request_id!r} does not fit the rows that arrived")
+
+    def fail(self, error: TransferFailed) -> bool:
+        """Ends it, if it is live, and tells the owner. The owner still has to release it."""
+        with self._lock:
+            if self._state not in _LIVE:
+                return False
+            self._state = _State.FAILED
+            self._forget(self)
+        peer, seconds = "", 0.0
+        if self._claim is not None:
+            peer, seconds = self._claim[0].peer, time.monotonic() - self._claimed_at
+        self._metrics.finished(peer, seconds, type(error).__name__)
+        _call(self._on_failed, error)
+        return True
+
+    def expire(self) -> None:
+        self.fail(
+            TransferTimeout(
+                f"the KV rows of request {self.request_id!r} (attempt {self.attempt}) did not arrive in {self._timeout_s:g} s"
+            )
+        )
+
+    def lose(self, link: Link, reason: str) -> None:
+        """The link broke: ends the reservation if that link had claimed it."""
+        if self._claim is not None and self._claim[0] is link:
+            self.fail(PeerLost(reason))
+
+
+def _call(callback: Callable[[_T], None], value: _T) -> None:
+    """An owner's fault must not take the link, and with it other requests, down."""
+    try:
+        callback(value)
+    except Exception:
+        log.exception("the owner of a KV reservation raised from its callback")
+
+
+def commit_context(request_id: str, attempt: int, note: bytes) -> bytes:
+    """What a commit's digest covers besides the rows."""
+    return b"\0".join((request_id.encode(), str(attempt).encode(), note))

@@ -1,0 +1,84 @@
+"""The opaque bytes that a decode worker hands to a prefill worker: where to push one request's rows, and the right to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+
+from kvtransfer import wire
+from twinpool.errors import InvalidRequest
+
+MAX_TARGET_BYTES = 16 << 10
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Positions of one group that a push fills: from `first` (what the receiver holds already is below) to `size` - 1."""
+
+    first: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """One reservation as its sender sees it. The token is a secret: whoever holds it may fill the reservation, once."""
+
+    endpoints: tuple[str, ...]  # the receiver's, best first; a sender takes the first whose transport it has
+    incarnation: bytes  # of the receiver's process
+    token: bytes = field(repr=False)
+    request_id: str
+    attempt: int
+    spans: Mapping[str, Span]
+
+    def encode(self) -> bytes:
+        spans = {group: [span.first, span.size] for group, span in self.spans.items()}
+        packed: bytes = msgpack.packb(
+            [_VERSION, self.endpoints, self.incarnation, self.token, self.request_id, self.attempt, spans]
+        )
+        return packed
+
+    @classmethod
+    def decode(cls, data: bytes) -> Target:
+        """Raises InvalidRequest when `data` is not a target that this version understands."""
+        if len(data) > MAX_TARGET_BYTES:
+            raise InvalidRequest(
+                f"transfer target of {len(data)} bytes, over {MAX_TARGET_BYTES}", field="transfer_target"
+            )
+        try:
+            fields: Any = msgpack.unpackb(data, use_list=False, strict_map_key=True)
+            version, endpoints, incarnation, token, request_id, attempt, spans = fields
+            target = cls(
+                endpoints=tuple(endpoints),
+                incarnation=incarnation,
+                token=token,
+                request_id=request_id,
+                attempt=attempt,
+                spans={group: Span(first=first, size=size) for group, (first, size) in spans.items()},
+            )
+        except (ValueError, TypeError, AttributeError, RecursionError, msgpack.UnpackException) as exc:
+            raise InvalidRequest("the transfer target cannot be read", field="transfer_target") from exc
+        if version != _VERSION or not target._is_well_formed():
+            raise InvalidRequest("the transfer target is of another version or damaged", field="transfer_target")
+        return target
+
+    def _is_well_formed(self) -> bool:
+        return (
+            all(type(endpoint) is str for endpoint in self.endpoints)
+            and type(self.incarnation) is bytes
+            and len(self.incarnation) == wire.INCARNATION_BYTES
+            and type(self.token) is bytes
+            and len(self.token) == wire.TOKEN_BYTES
+            and type(self.request_id) is str
+            and type(self.attempt) is int
+            and all(
+                type(group) is str
+                and type(span.first) is int
+                and type(span.size) is int
+                and 0 <= span.first <= span.size
+                for group, span in self.spans.items()
+            )
+        )

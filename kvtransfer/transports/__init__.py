@@ -1,0 +1,106 @@
+"""The seam between what a transfer means (reservations, pushes, commit) and how its bytes move. One transport a file.
+
+Every transport gives a link an ordered stream of wire messages. They differ in how the payload of a Put gets into the
+receiver's memory:
+
+- in band (tcp): behind its header; the receiver asks where it belongs and `fill`s those rows itself;
+- one-sided (shared memory, RDMA): the sender writes it before the message leaves; `fill` then has nothing to do.
+
+`caps.fences_on_close` states the difference that matters most: after `close` of a fencing link no byte can land any
+more. Without it, destination rows must stay in quarantine until the sender's process is known to be gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtransfer.region import Region
+from kvtransfer.wire import Frame, Message
+from twinpool.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caps:
+    """What a transport can do; the layers above ask this and never the transport's name."""
+
+    one_sided: bool  # the sender writes into the receiver's memory
+    fences_on_close: bool  # closing the link makes late bytes impossible
+    sees_dead_peer: bool  # a killed peer is noticed at once, without a lease
+
+
+class Link(Protocol):
+    """A connection to one peer. All methods but `cut` belong to the thread that owns the link.
+
+    Deadlines are time.monotonic() values. A broken or silent peer raises PeerLost, a deadline TransferTimeout, bytes
+    that are no frame wire.Malformed; after any of them the link is good for `close` only.
+    """
+
+    peer: str  # for people and metrics
+
+    def fileno(self) -> int:
+        """Readable when `receive_ready` may have something."""
+
+    def send(self, message: Message, payload: Sequence[memoryview] = (), *, deadline: float) -> None:
+        """Sends a whole message, waiting as long as it takes."""
+
+    def start(self, message: Message, payload: Sequence[memoryview] = ()) -> None:
+        """Begins to send; the payload's memory must not change until `advance` returns True."""
+
+    def advance(self) -> bool:
+        """Sends what goes without waiting. True when the message begun by `start` is out."""
+
+    def receive(self, *, deadline: float | None = None) -> Frame:
+        """The next message; its payload must be taken by `fill` or `skip` before the next call."""
+
+    def fill(self, destination: Sequence[memoryview]) -> None:
+        """Makes the payload of the frame just received be in `destination`, which has exactly its size."""
+
+    def skip(self, num_bytes: int) -> None:
+        """Throws the payload of the frame just received away."""
+
+    def receive_ready(self) -> list[Message]:
+        """Messages without payload that have arrived, without waiting."""
+
+    def cut(self) -> None:
+        """From any thread, at any time: ends the link; whatever its owner waits for raises PeerLost."""
+
+    def close(self) -> None:
+        """Frees the link."""
+
+
+class Listener(Protocol):
+    endpoint: str  # scheme://...: what senders connect to
+
+    def close(self) -> None:
+        """No link is accepted after this returns; links that exist are not touched."""
+
+
+class Transport(Protocol):
+    caps: Caps
+
+    def actual(self) -> str:
+        """The transport that is really in use. A configured one that is not active is a ConfigError at start."""
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """Prepares memory for transfers; called once, before any link exists."""
+
+    def listen(self, host: str, port: int, advertise: str | None, on_link: Callable[[Link], None]) -> Listener:
+        """Accepts links; `on_link` is called for each on the listener's thread and must return at once."""
+
+    def connect(self, endpoint: str, *, deadline: float) -> Link:
+        """A link to a listener, or PeerLost."""
+
+
+def create(name: str) -> Transport:
+    """The transport called `name`. Raises ConfigError for one that does not exist or is not really active here."""
+    from kvtransfer.transports.tcp import TcpTransport
+
+    known: dict[str, Callable[[], Transport]] = {"tcp": TcpTransport}
+    if name not in known:
+        raise ConfigError(f"no KV transport is called {name!r}: choose one of {', '.join(sorted(known))}")
+    transport = known[name]()
+    if transport.actual() != name:
+        raise ConfigError(f"KV transport {name!r} is configured but {transport.actual()!r} is what would be used")
+    return transport

@@ -1,0 +1,267 @@
+"""What travels on a link: frames, each a fixed prefix, a msgpack header and, for some kinds, a raw payload.
+
+    magic "TPKV" | version u8 | kind u8 | zero u16 | header_len u32 | payload_len u64 | header | payload     (big endian)
+
+A header is the msgpack list of one message's fields in the order declared below. The parser trusts nothing: every length
+has a limit, every field a type and a range, and anything else raises Malformed, upon which the link is closed.
+Sequences of numbers (positions, checksums, counts) travel packed, little endian: a tenth of msgpack's cost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import msgpack
+
+from kvtransfer.digest import DIGEST_BYTES
+
+PROTOCOL = 1
+MAX_HEADER_BYTES = 64 << 10
+MAX_NOTE_BYTES = 1 << 20
+MAX_PUT_BYTES = 1 << 30
+MAX_ROWS_PER_PUT = 512
+MAX_REGIONS = 1024
+MAX_REQUEST_ID_CHARS = 128
+MAX_REASON_CHARS = 1000
+NONCE_BYTES = TOKEN_BYTES = INCARNATION_BYTES = 16
+PROOF_BYTES = 32
+
+_MAGIC = b"TPKV"
+_PREFIX = struct.Struct("!4sBBHIQ")
+PREFIX_BYTES = _PREFIX.size
+
+
+class Malformed(Exception):
+    """The peer does not speak this protocol; its link is closed."""
+
+
+def _field(check: Callable[[Any], bool]) -> Any:
+    return dataclasses.field(metadata={"check": check})
+
+
+def _uint(bits: int) -> Any:
+    return _field(lambda value: type(value) is int and 0 <= value < 1 << bits)
+
+
+def _exactly(size: int) -> Any:
+    return _field(lambda value: type(value) is bytes and len(value) == size)
+
+
+def _text(max_chars: int) -> Any:
+    return _field(lambda value: type(value) is str and len(value) <= max_chars)
+
+
+def _packed(item_bytes: int, most: int) -> Any:
+    return _field(
+        lambda value: type(value) is bytes and len(value) % item_bytes == 0 and len(value) <= item_bytes * most
+    )
+
+
+def _is_region_list(value: Any) -> bool:
+    return (
+        type(value) is tuple
+        and len(value) <= MAX_REGIONS
+        and all(
+            type(item) is tuple and len(item) == 3 and tuple(map(type, item)) == (str, str, int) and item[2] > 0
+            for item in value
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """Sender to receiver, first frame of a link."""
+
+    KIND: ClassVar[int] = 1
+    protocol: int = _uint(16)
+    nonce: bytes = _exactly(NONCE_BYTES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Challenge:
+    """Receiver to sender: proves the cluster key over both nonces and asks for the same."""
+
+    KIND: ClassVar[int] = 2
+    nonce: bytes = _exactly(NONCE_BYTES)
+    proof: bytes = _exactly(PROOF_BYTES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Sender to receiver: who I am, whom I want; the proof covers every field."""
+
+    KIND: ClassVar[int] = 3
+    fingerprint: str = _text(256)
+    regions: tuple[tuple[str, str, int], ...] = _field(_is_region_list)  # name, group, row bytes
+    incarnation: bytes = _exactly(INCARNATION_BYTES)  # of the receiver that made the target
+    proof: bytes = _exactly(PROOF_BYTES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """Receiver to sender: the link may be used."""
+
+    KIND: ClassVar[int] = 4
+    protocol: int = _uint(16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Put:
+    """Sender to receiver: rows of one region; the payload is their bytes in the order of `positions`."""
+
+    KIND: ClassVar[int] = 5
+    push: int = _uint(64)  # number of the push on this link; never used twice
+    token: bytes = _exactly(TOKEN_BYTES)
+    request_id: str = _text(MAX_REQUEST_ID_CHARS)
+    attempt: int = _uint(32)
+    region: int = _uint(16)
+    positions: bytes = _packed(4, MAX_ROWS_PER_PUT)  # u32 each: place in the reservation, not a row id
+    checksums: bytes = _packed(8, MAX_ROWS_PER_PUT)  # u64 each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """Sender to receiver, after the last put: all rows are out; the payload is the note."""
+
+    KIND: ClassVar[int] = 6
+    push: int = _uint(64)
+    token: bytes = _exactly(TOKEN_BYTES)
+    request_id: str = _text(MAX_REQUEST_ID_CHARS)
+    attempt: int = _uint(32)
+    counts: bytes = _packed(4, MAX_REGIONS)  # u32 each: rows sent, for every region
+    digest: bytes = _exactly(DIGEST_BYTES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """Sender to receiver: no more will come."""
+
+    KIND: ClassVar[int] = 7
+    push: int = _uint(64)
+    token: bytes = _exactly(TOKEN_BYTES)
+    request_id: str = _text(MAX_REQUEST_ID_CHARS)
+    attempt: int = _uint(32)
+    reason: str = _text(MAX_REASON_CHARS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """Receiver to sender: every row arrived and was verified; the owner of the reservation knows."""
+
+    KIND: ClassVar[int] = 8
+    push: int = _uint(64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """Receiver to sender: the push is over, or, with push 0, the link."""
+
+    KIND: ClassVar[int] = 9
+    push: int = _uint(64)
+    error: str = _text(64)  # a class name of twinpool.errors
+    reason: str = _text(MAX_REASON_CHARS)
+
+
+Message = Hello | Challenge | Identity | Welcome | Put | Commit | Abort | Committed | Refused
+
+_KINDS: dict[int, type[Message]] = {
+    kind.KIND: kind for kind in (Hello, Challenge, Identity, Welcome, Put, Commit, Abort, Committed, Refused)
+}
+_CHECKS = {
+    kind: [(field.name, field.metadata["check"]) for field in dataclasses.fields(kind)] for kind in _KINDS.values()
+}
+_MAX_PAYLOAD = {Put.KIND: MAX_PUT_BYTES, Commit.KIND: MAX_NOTE_BYTES}
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A message as received; its payload, if any, still has to be read."""
+
+    message: Message
+    payload_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    kind: int
+    header_bytes: int
+    payload_bytes: int
+
+
+def encode(message: Message, payload_bytes: int = 0) -> bytes:
+    """Prefix and header of `message`; the payload follows on the link."""
+    header: bytes = msgpack.packb([getattr(message, name) for name, _ in _CHECKS[type(message)]])
+    return _PREFIX.pack(_MAGIC, PROTOCOL, message.KIND, 0, len(header), payload_bytes) + header
+
+
+def parse_prefix(data: bytes | bytearray | memoryview) -> Prefix:
+    magic, version, kind, zero, header_bytes, payload_bytes = _PREFIX.unpack(data)
+    if magic != _MAGIC or version != PROTOCOL or zero != 0:
+        raise Malformed(f"not a frame of protocol {PROTOCOL}")
+    if kind not in _KINDS:
+        raise Malformed(f"frame of unknown kind {kind}")
+    if header_bytes > MAX_HEADER_BYTES:
+        raise Malformed(f"header of {header_bytes} bytes, over the {MAX_HEADER_BYTES} allowed")
+    if payload_bytes > _MAX_PAYLOAD.get(kind, 0):
+        raise Malformed(f"{_KINDS[kind].__name__} with {payload_bytes} bytes of payload")
+    return Prefix(kind, header_bytes, payload_bytes)
+
+
+def parse_header(kind: int, header: bytes | bytearray | memoryview) -> Message:
+    message_type = _KINDS[kind]
+    try:
+        values = msgpack.unpackb(header, use_list=False, strict_map_key=True)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as exc:
+        raise Malformed(f"{message_type.__name__} header is not msgpack: {exc}") from exc
+    checks = _CHECKS[message_type]
+    if type(values) is not tuple or len(values) != len(checks):
+        raise Malformed(f"{message_type.__name__} header does not hold its {len(checks)} fields")
+    for (name, check), value in zip(checks, values, strict=True):
+        if not check(value):
+            raise Malformed(f"{message_type.__name__}.{name} has another type or is out of its limits")
+    message = message_type(**{name: value for (name, _), value in zip(checks, values, strict=True)})
+    if isinstance(message, Put) and (not message.positions or 2 * len(message.positions) != len(message.checksums)):
+        raise Malformed("Put needs at least one position and one checksum for each")
+    return message
+
+
+class FrameBuffer:
+    """Cuts a byte stream of frames without payload (what senders receive) into messages, whatever the pieces."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[Message]:
+        """The messages that are complete now. Raises Malformed; the stream is of no use after that."""
+        self._data += data
+        messages = []
+        while len(self._data) >= PREFIX_BYTES:
+            prefix = parse_prefix(bytes(self._data[:PREFIX_BYTES]))
+            if prefix.payload_bytes:
+                raise Malformed(f"{_KINDS[prefix.kind].__name__} with a payload where none belongs")
+            end = PREFIX_BYTES + prefix.header_bytes
+            if len(self._data) < end:
+                break
+            messages.append(parse_header(prefix.kind, bytes(self._data[PREFIX_BYTES:end])))
+            del self._data[:end]
+        return messages
+
+
+def pack_u32(values: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(values)}I", *values)
+
+
+def unpack_u32(data: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(data) // 4}I", data)
+
+
+def pack_u64(values: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(values)}Q", *values)
+
+
+def unpack_u64(data: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(data) // 8}Q", data)
