@@ -1,8 +1,8 @@
 """Integrity of a transfer: one checksum a row, one digest over all of them.
 
 A row's checksum is xxh3_64 of its bytes (as fast as a memory copy, and it releases the GIL). Both ends keep a
-`Manifest` of what they sent or received; equal digests mean that the same rows, each exactly once and at the same place,
-hold the same bytes on both sides. This guards against faults, not against forgers: peers are authenticated by the handshake.
+`Manifest` of what they sent or received; equal digests mean that the same rows, each exactly once and at the same
+place, hold the same bytes on both sides. This guards against faults, not against forgers: the handshake does that.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ def row_checksum(row: memoryview) -> int:
     """64 bits over the bytes of one row."""
     checksum: int = xxhash.xxh3_64_intdigest(row)
     return checksum
+
+
+def commit_context(request_id: str, attempt: int, note: bytes) -> bytes:
+    """What a commit's digest covers besides the rows."""
+    return b"\0".join((request_id.encode(), str(attempt).encode(), note))
 
 
 class Manifest:

@@ -90,7 +90,8 @@ def _check_sender(
         raise Unauthenticated("the sender does not hold the receiver's cluster key: set the same key on all workers")
     if identity.fingerprint != fingerprint:
         raise Incompatible(
-            f"another model or cache: the receiver's fingerprint is {fingerprint!r}, the sender's {identity.fingerprint!r}"
+            f"other model or cache: the receiver's fingerprint is {fingerprint!r}, the sender's"
+            f" {identity.fingerprint!r}"
         )
     if identity.regions != regions:
         raise Incompatible(_first_difference(regions, identity.regions))

@@ -3,7 +3,7 @@
 The thread connects, then loops: take what the pushes have queued (descriptors, never bytes), end pushes whose deadline
 has passed, send at most one frame, look for answers. Frames are bounded and pushes take turns, so that a short request
 does not wait behind a long one and an abort is quick. A full socket is the backpressure: the thread then waits for
-room, answers, new work or the next deadline, whichever comes first, so a slow receiver delays nothing but its own frames.
+room, answers, new work or the next deadline, whichever comes first: a slow receiver delays nothing but its own frames.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvtransfer import handshake, wire
-from kvtransfer.digest import row_checksum
+from kvtransfer.digest import commit_context, row_checksum
 from kvtransfer.metrics import TransferMetrics
 from kvtransfer.push import GiveUp, Note, Push, Rows
 from kvtransfer.region import Region
-from kvtransfer.reservation import commit_context
 from kvtransfer.target import Target
 from kvtransfer.transports import Link
 from twinpool.errors import PeerLost, TransferFailed, TransferTimeout, TwinpoolError
@@ -70,19 +69,17 @@ class Outbound:
         self._idle_since = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=f"kv-send {peer}", daemon=True)
 
-    def start(self) -> None:
-        """After the first `open`: a link that cannot be made then still fails that push."""
+    def start(self, target: Target, deadline: float) -> Push:
+        """Starts the thread with a first push, which ends with the link's error should it not come about."""
+        with self._lock:
+            push = self._open(target, deadline)
         self._thread.start()
+        return push
 
     def open(self, target: Target, deadline: float) -> Push | None:
-        """A new push on this link, or None when the link has ended."""
+        """Another push on this link, or None when the link has ended."""
         with self._lock:
-            if self._ended or self._closing:
-                return None
-            self._num_opened += 1
-            push = Push(self, target, self._regions, self._num_opened, deadline)
-            self._put_in_inbox(push, None)
-            return push
+            return None if self._ended or self._closing else self._open(target, deadline)
 
     def enqueue(self, push: Push, item: Rows | Note | GiveUp) -> None:
         with self._lock:
@@ -100,6 +97,12 @@ class Outbound:
 
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout=timeout_s)
+
+    def _open(self, target: Target, deadline: float) -> Push:
+        self._num_opened += 1
+        push = Push(self, target, self._regions, self._num_opened, deadline)
+        self._put_in_inbox(push, None)
+        return push
 
     def _put_in_inbox(self, push: Push, item: Rows | Note | GiveUp | None) -> None:
         self._inbox.append((push, item))
@@ -143,8 +146,8 @@ class Outbound:
         for push, _ in late:
             self._pushes.setdefault(push.number, push)  # opened too late to be known, or ended already
         for push in self._pushes.values():
-            self._report(push, error)
             push.closed.set()
+            self._report(push, error)
         if self._in_flight is not None:
             self._in_flight.closed.set()
         self._metrics.queued(self._peer, 0)
@@ -223,13 +226,9 @@ class Outbound:
             if push.first_put_at is None:
                 push.first_put_at = time.monotonic()
             item = self._queues[push.number].popleft()
-            try:
-                if isinstance(item, Rows):
-                    self._begin_put(link, push, item)
-                else:
-                    self._begin_commit(link, push, item)
-            except TransferFailed as exc:
-                self._give_up(push, exc)
+            if isinstance(item, Note):
+                self._begin_commit(link, push, item)
+            elif not self._begin_put(link, push, item):
                 continue
             if self._queues[push.number]:
                 self._turns.append(push.number)
@@ -239,7 +238,7 @@ class Outbound:
             return True
         return False
 
-    def _begin_put(self, link: Link, push: Push, item: Rows) -> None:
+    def _begin_put(self, link: Link, push: Push, item: Rows) -> bool:
         region = self._regions[item.region]
         size = min(wire.MAX_ROWS_PER_PUT, max(1, FRAME_BYTES // region.row_bytes))
         positions, rows = item.positions[:size], item.rows[:size]
@@ -248,7 +247,8 @@ class Outbound:
         self._count_queued(-len(rows))
         repeated = push.manifest.first_repeated(item.region, positions)
         if repeated is not None:
-            raise TransferFailed(f"position {repeated} of region {region.name!r} was put twice")
+            self._give_up(push, TransferFailed(f"position {repeated} of region {region.name!r} was put twice"))
+            return False
         checksums = [row_checksum(region.row(row)) for row in rows]
         push.manifest.add(item.region, positions, checksums)
         self._frame_rows = (len(rows), len(rows) * region.row_bytes)
@@ -264,9 +264,11 @@ class Outbound:
             ),
             region.runs(rows),
         )
+        return True
 
     def _begin_commit(self, link: Link, push: Push, item: Note) -> None:
         target = push.target
+        push.is_committed = True
         link.start(
             wire.Commit(
                 push=push.number,
@@ -285,8 +287,14 @@ class Outbound:
         if not isinstance(message, wire.Committed | wire.Refused):
             raise wire.Malformed(f"{type(message).__name__} where an answer was expected")
         push = self._pushes.get(message.push)
-        if push is not None:  # else it has ended on this side
-            self._end(push, handshake.refusal(message) if isinstance(message, wire.Refused) else None)
+        if push is None:
+            return  # it has ended on this side
+        if isinstance(message, wire.Refused):
+            self._end(push, handshake.refusal(message))
+        elif push.is_committed:
+            self._end(push, None)
+        else:
+            raise wire.Malformed("Committed for a push that is not")
 
     def _end_late(self) -> None:
         now = time.monotonic()

@@ -77,6 +77,7 @@ class Push:
         self._result: PushResult | None = None
         # The rest is the link thread's.
         self.manifest = Manifest(self._span(region).size for region in regions)
+        self.is_committed = False  # the commit is on its way
         self.num_bytes = 0
         self.num_rows = 0
         self.first_put_at: float | None = None

@@ -18,12 +18,13 @@ from kvtransfer.metrics import NoMetrics, TransferMetrics
 from kvtransfer.region import Region, check_regions
 from kvtransfer.reservation import Commit, Reservation
 from kvtransfer.reservation_table import ReservationTable
-from kvtransfer.target import Target
-from kvtransfer.transports import Link
+from kvtransfer.target import MAX_POSITIONS, Target
+from kvtransfer.transports import Link, Listener
 from twinpool.errors import Incompatible, InvalidRequest, PeerLost, ReservationGone, TransferFailed, Unauthenticated
 
 log = logging.getLogger(__name__)
 
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 MAX_LINKS = 1024
 REPLY_TIMEOUT_S = 5.0  # a sender that takes no answer for this long is cut off
 CLOSE_TIMEOUT_S = 5.0
@@ -61,12 +62,15 @@ class KvReceiver:
         self._table = ReservationTable(max_reservations)
         self._links: dict[Link, threading.Thread] = {}
         self._links_lock = threading.Lock()
+        self._listener: Listener | None = None
         self._closed = False
 
     def start(self) -> None:
         """Raises ConfigError when the address cannot be listened on."""
         self._transport.register(self._regions)
         self._table.start()
+        if not self._cluster_key and self._address[0] not in LOOPBACK:
+            log.warning("KV transfers on %s are open to everybody who can connect: set a cluster key", self._address[0])
         self._listener = self._transport.listen(*self._address, self._accept)
         self.endpoint = self._listener.endpoint
 
@@ -76,7 +80,8 @@ class KvReceiver:
             if self._closed:
                 return
             self._closed = True
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
         with self._links_lock:
             links = dict(self._links)
         for link in links:
@@ -100,8 +105,8 @@ class KvReceiver:
         """Sets `rows` aside for one push of this request and attempt, for `timeout_s` seconds.
 
         rows: for every group the row ids in order of absolute position in the sequence.
-        expected_from: for a group the first position that has to come (default 0); rows below it hold their data already
-        and are never written.
+        expected_from: for a group the first position that has to come (default 0); rows below it hold their data
+        already and are never written.
         Raises Overloaded when too many are open, InvalidRequest for an id that cannot travel, ValueError for rows that
         do not exist.
         """
@@ -144,6 +149,8 @@ class KvReceiver:
         for group, ids in rows.items():
             if group not in self._num_rows:
                 raise ValueError(f"no region belongs to group {group!r}")
+            if len(ids) > MAX_POSITIONS:
+                raise ValueError(f"{len(ids)} rows of group {group!r}; one reservation has at most {MAX_POSITIONS}")
             if len(set(ids)) != len(ids) or (ids and not 0 <= min(ids) <= max(ids) < self._num_rows[group]):
                 raise ValueError(f"rows of group {group!r} must be distinct and below {self._num_rows[group]}")
         for group, position in first.items():
@@ -158,7 +165,12 @@ class KvReceiver:
                 link.close()
                 return
             self._links[link] = thread
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # the process has no thread left
+                log.exception("cannot serve the KV link from %s", link.peer)
+                del self._links[link]
+                link.close()
 
     def _serve(self, link: Link) -> None:
         reason = "the link was closed"
@@ -179,6 +191,9 @@ class KvReceiver:
             reason = f"link from {link.peer} refused: {exc}"
             self._metrics.refused(link.peer, type(exc).__name__)
             log.warning("%s", reason)
+        except Exception:
+            reason = f"the receiver failed on the link from {link.peer}"
+            log.exception("%s", reason)
         finally:
             self._table.lose(link, reason)
             with self._links_lock:

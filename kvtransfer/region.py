@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+MAX_REGIONS = 1024
+MAX_NAME_CHARS = 24  # so that the list of all regions fits into one header
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
@@ -55,11 +58,13 @@ def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def check_regions(regions: Sequence[Region]) -> tuple[Region, ...]:
     """The regions of one process, or ValueError where they contradict each other."""
-    if not regions:
-        raise ValueError("there is no region to transfer")
+    if not 0 < len(regions) <= MAX_REGIONS:
+        raise ValueError(f"{len(regions)} regions; 1 to {MAX_REGIONS} can be transferred")
     rows_of_group: dict[str, Region] = {}
     names: set[str] = set()
     for region in regions:
+        if max(len(region.name), len(region.group)) > MAX_NAME_CHARS:
+            raise ValueError(f"region {region.name!r}: names and groups have at most {MAX_NAME_CHARS} characters")
         if region.name in names:
             raise ValueError(f"two regions are called {region.name!r}")
         names.add(region.name)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvtransfer import wire
-from kvtransfer.digest import Manifest, row_checksum
+from kvtransfer.digest import Manifest, commit_context, row_checksum
 from kvtransfer.metrics import TransferMetrics
 from kvtransfer.region import Region
 from kvtransfer.target import Span
@@ -222,7 +222,8 @@ class Reservation:
     def expire(self) -> None:
         self.fail(
             TransferTimeout(
-                f"the KV rows of request {self.request_id!r} (attempt {self.attempt}) did not arrive in {self._timeout_s:g} s"
+                f"the KV rows of request {self.request_id!r}, attempt {self.attempt}, "
+                f"did not arrive in {self._timeout_s:g} s"
             )
         )
 
@@ -238,8 +239,3 @@ def _call(callback: Callable[[_T], None], value: _T) -> None:
         callback(value)
     except Exception:
         log.exception("the owner of a KV reservation raised from its callback")
-
-
-def commit_context(request_id: str, attempt: int, note: bytes) -> bytes:
-    """What a commit's digest covers besides the rows."""
-    return b"\0".join((request_id.encode(), str(attempt).encode(), note))

@@ -65,10 +65,11 @@ class KvSender:
                 raise TransferFailed("the sender is closed")
             link = self._links.get(key)
             push = link.open(wanted, deadline) if link is not None else None
-            if push is None:
-                link = self._links[key] = self._new_link(endpoint, wanted.incarnation, transport, deadline)
-                push = link.open(wanted, deadline)
-                link.start()
+            if push is not None:
+                return push
+            link = self._new_link(endpoint, wanted.incarnation, transport, deadline)
+            push = link.start(wanted, deadline)
+            self._links[key] = link
             return push
 
     def close(self) -> None:

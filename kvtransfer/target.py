@@ -1,4 +1,4 @@
-"""The opaque bytes that a decode worker hands to a prefill worker: where to push one request's rows, and the right to."""
+"""The opaque bytes that a decode worker hands out for one request: where to push its rows, and the right to do so."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from kvtransfer import wire
 from twinpool.errors import InvalidRequest
 
 MAX_TARGET_BYTES = 16 << 10
+MAX_POSITIONS = 1 << 18  # rows of one group in one reservation
 _VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Positions of one group that a push fills: from `first` (what the receiver holds already is below) to `size` - 1."""
+    """Positions of one group that a push fills: `first` to `size` - 1; the receiver holds what is below."""
 
     first: int
     size: int
@@ -73,7 +74,9 @@ class Target:
             and type(self.token) is bytes
             and len(self.token) == wire.TOKEN_BYTES
             and type(self.request_id) is str
+            and len(self.request_id) <= wire.MAX_REQUEST_ID_CHARS
             and type(self.attempt) is int
+            and 0 <= self.attempt < 1 << 32
             and all(
                 type(group) is str
                 and type(span.first) is int

@@ -1,9 +1,9 @@
 """What travels on a link: frames, each a fixed prefix, a msgpack header and, for some kinds, a raw payload.
 
-    magic "TPKV" | version u8 | kind u8 | zero u16 | header_len u32 | payload_len u64 | header | payload     (big endian)
+    magic "TPKV" | version u8 | kind u8 | zero u16 | header_len u32 | payload_len u64 | header | payload   (big endian)
 
-A header is the msgpack list of one message's fields in the order declared below. The parser trusts nothing: every length
-has a limit, every field a type and a range, and anything else raises Malformed, upon which the link is closed.
+A header is the msgpack list of one message's fields in the order declared below. The parser trusts nothing: every
+length has a limit, every field a type and a range, and anything else raises Malformed, upon which the link is closed.
 Sequences of numbers (positions, checksums, counts) travel packed, little endian: a tenth of msgpack's cost.
 """
 
@@ -18,13 +18,13 @@ from typing import Any, ClassVar
 import msgpack
 
 from kvtransfer.digest import DIGEST_BYTES
+from kvtransfer.region import MAX_REGIONS
 
 PROTOCOL = 1
 MAX_HEADER_BYTES = 64 << 10
 MAX_NOTE_BYTES = 1 << 20
 MAX_PUT_BYTES = 1 << 30
 MAX_ROWS_PER_PUT = 512
-MAX_REGIONS = 1024
 MAX_REQUEST_ID_CHARS = 128
 MAX_REASON_CHARS = 1000
 NONCE_BYTES = TOKEN_BYTES = INCARNATION_BYTES = 16

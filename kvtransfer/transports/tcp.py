@@ -86,7 +86,12 @@ class TcpListener:
                 log.warning("cannot accept a KV link: %s", exc)  # out of descriptors: the backlog waits
                 time.sleep(0.05)
                 continue
-            self._on_link(TcpLink(sock, address[0]))
+            try:
+                link = TcpLink(sock, address[0])
+            except OSError:  # gone already
+                sock.close()
+            else:
+                self._on_link(link)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
