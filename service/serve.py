@@ -95,10 +95,10 @@ class Serving:
         self._names = names
         self._health = health
 
-    async def set_serving(self, serving: bool) -> None:
-        """What grpc.health.v1 answers, for the whole process ("") and for each service."""
+    async def set_serving(self, serving: bool, *services: str) -> None:
+        """What grpc.health.v1 answers for `services`; without any, for the whole process ("") and all its services."""
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", *self._names):
+        for name in services or ("", *self._names):
             await self._health.set(name, status)
 
     async def stop(self, grace_s: float) -> None:
