@@ -1,0 +1,102 @@
+"""python -m prefill: one prefill worker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from pathlib import Path
+
+import twinpool
+from engine.engine import Engine
+from kvtransfer import Faults, KvSender
+from prefill.config import PrefillConfig
+from prefill.metrics import PrefillMetrics
+from prefill.server import PrefillServer, encode_note
+from prefill.worker import Worker, regions
+from service import cores, log, metrics
+from service.address import advertised
+from service.config import load, run_main
+from service.drain import until_idle, until_stopped
+from service.registration import Registration, new_incarnation
+from service.security import warn_if_open
+from service.serve import Service, announce_ready, run, serve
+from twinpool.errors import ConfigError
+from twinpool.v1.router_pb2 import POOL_PREFILL
+from twinpool.v1.worker_pb2 import WorkerInfo
+from twinpool.v1.worker_pb2_grpc import add_PrefillServicer_to_server
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> None:
+    config = load(PrefillConfig, "prefill")
+    log.setup(config.log_level, "prefill", config.worker_id)
+    if not config.model:
+        raise ConfigError("--model is missing: name a Hugging Face directory", field="model")
+    cores.pin(config.cores)
+    run(partial(_serve, config))
+
+
+async def _serve(config: PrefillConfig, stop: asyncio.Event) -> None:
+    warn_if_open(logger, config.host, config.cluster_key)
+    engine = Engine.load(
+        Path(config.model),
+        backend=config.backend,
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
+        block_size=config.block_size,
+        memory_bytes=config.memory,
+        threads=config.threads,
+    )
+    registry = metrics.new_registry()
+    sender = KvSender(
+        regions(engine.cache),
+        fingerprint=engine.fingerprint,
+        cluster_key=config.cluster_key,
+        faults=Faults.parse(config.kv_faults),
+    )
+    worker = Worker(
+        engine,
+        sender,
+        config.limits,
+        PrefillMetrics(registry),
+        encode_note=encode_note,
+        max_requests=config.max_requests,
+    )
+    worker.start()
+    server = PrefillServer(worker, request_timeout_s=config.request_timeout)
+    service = Service(name="twinpool.v1.Prefill", add=add_PrefillServicer_to_server, servicer=server, internal=True)
+    http = metrics.serve_metrics(config.host, config.metrics_port, registry, healthy=lambda: worker.alive)
+    serving = await serve([service], host=config.host, port=config.port, cluster_key=config.cluster_key)
+    address = advertised(config.advertise, config.host, serving.port, towards=next(iter(config.routers), ""))
+    info = WorkerInfo(
+        worker_id=config.worker_id or f"prefill-{address}",
+        incarnation=new_incarnation(),
+        pool=POOL_PREFILL,
+        address=address,
+        model=config.model_name or engine.model_name,
+        fingerprint=engine.fingerprint,
+        version=twinpool.__version__,
+        block_size=engine.blocks.block_size,
+        max_context=min(engine.config.max_context, engine.blocks.num_blocks * engine.blocks.block_size),
+        rows_total=engine.blocks.num_blocks,
+    )
+    registration = Registration(routers=config.routers, info=info, load=server.load, cluster_key=config.cluster_key)
+    try:
+        await registration.start()
+        announce_ready(address, http.port, config.ready_file)
+        await until_stopped(stop, lambda: worker.alive)
+        server.draining = True
+        registration.report_now()
+        await until_idle(lambda: worker.num_open, config.drain_timeout)
+    finally:
+        await registration.stop()
+        await serving.stop(grace_s=1)
+        worker.close()
+        sender.close()
+        http.close()
+
+
+if __name__ == "__main__":
+    run_main(main, "prefill")

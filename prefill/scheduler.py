@@ -1,0 +1,164 @@
+"""Which tokens of which prompts the next step computes.
+
+Life of a request here:
+
+ 1. `add` puts it into the queue of its input class: higher priority first, then in order of arrival.
+ 2. `next_batch` admits it when its class has a place left (short inputs: many, long ones: few), the step has tokens
+    left, and the pool has rows for the whole prompt. Full blocks found in the prefix cache are taken over.
+ 3. Each step computes a chunk of it. The classes share a step's token budget evenly and pass on what they do not need:
+    a short prompt is computed between the chunks of a long one, and a stream of short ones never stops the long one.
+ 4. `computed` publishes its full blocks to the prefix cache; after the last chunk it has left this scheduler, and its
+    rows stay with it until the worker calls `free`: a transfer may still be reading them.
+
+`remove` takes it out at any point. A plain class without threads or clocks; the device thread owns it.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from engine.block_pool import BlockPool
+from prefill.request import Chunk, Request, Sequence
+from twinpool.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """token_budget: tokens a step computes at most; prompts: how many of each input class are computed side by side."""
+
+    token_budget: int
+    prompts: Mapping[str, int]
+
+
+@dataclass(slots=True)
+class _Class:
+    """One input class: who waits, who has rows and is being computed."""
+
+    limit: int
+    waiting: list[tuple[tuple[int, int], Sequence]] = field(default_factory=list)  # ordered by (-priority, arrival)
+    running: list[Sequence] = field(default_factory=list)
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self.running or self.waiting)
+
+
+class Scheduler:
+    def __init__(self, limits: BatchLimits, blocks: BlockPool) -> None:
+        self._budget = limits.token_budget
+        self._blocks = blocks
+        self._classes = {name: _Class(limit) for name, limit in limits.prompts.items()}
+        self._num_added = 0
+        self._starved: tuple[tuple[int, int], Sequence] | None = (
+            None  # the first in line for rows, while they are short
+        )
+
+    def check(self, request: Request) -> None:
+        """Raises InvalidRequest for a request that can never be admitted here."""
+        if request.input_class not in self._classes:
+            raise InvalidRequest(
+                f"input class {request.input_class!r} is unknown: this worker has {', '.join(self._classes)}",
+                field="input_class",
+            )
+        needed = self._num_blocks(len(request.token_ids))
+        if needed > self._blocks.num_blocks:
+            raise InvalidRequest(
+                f"prompt of {len(request.token_ids)} tokens takes {needed} blocks of {self._blocks.block_size}, and "
+                f"this worker's cache holds {self._blocks.num_blocks}: shorten it, or raise --memory of the worker",
+                field="prompt",
+            )
+
+    def add(self, sequence: Sequence) -> None:
+        self._num_added += 1
+        order = (-sequence.request.priority, self._num_added)
+        insort(self._classes[sequence.request.input_class].waiting, (order, sequence))  # orders differ: no tie
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forgets a waiting or running request; a no-op for others. Its rows stay with it until `free`."""
+        own = self._classes[sequence.request.input_class]
+        own.waiting = [entry for entry in own.waiting if entry[1] is not sequence]
+        own.running = [other for other in own.running if other is not sequence]
+        if self._starved is not None and self._starved[1] is sequence:
+            self._starved = None
+
+    def next_batch(self, now: float) -> list[Chunk]:
+        """The chunks of the next step, at most the token budget together; empty when nothing can run."""
+        active = [each for each in self._classes.values() if each.is_active]
+        tokens: dict[Sequence, int] = {}
+        left = self._budget
+        for each in active:
+            left -= self._fill(each, self._budget // len(active), tokens, now)
+        for each in active:
+            left -= self._fill(each, left, tokens, now)
+        return [Chunk(seq, seq.num_computed, seq.num_computed + count) for seq, count in tokens.items()]
+
+    def computed(self, chunk: Chunk) -> None:
+        """The step that held `chunk` has filled its rows."""
+        sequence = chunk.sequence
+        sequence.num_computed = chunk.end
+        self._blocks.publish(sequence.request.token_ids[: chunk.end], sequence.block_ids)
+        if chunk.is_last:
+            self._classes[sequence.request.input_class].running.remove(sequence)
+
+    def free(self, sequence: Sequence) -> None:
+        """Gives its rows back. Nothing may read or write them any more. Idempotent."""
+        block_ids, sequence.block_ids = sequence.block_ids, []
+        self._blocks.release(block_ids)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(each.waiting) for each in self._classes.values())
+
+    @property
+    def num_running(self) -> int:
+        return sum(len(each.running) for each in self._classes.values())
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens accepted and not computed."""
+        waiting = sum(sequence.num_tokens for each in self._classes.values() for _, sequence in each.waiting)
+        return waiting + sum(sequence.num_left for each in self._classes.values() for sequence in each.running)
+
+    def _fill(self, own: _Class, budget: int, tokens: dict[Sequence, int], now: float) -> int:
+        """Adds up to `budget` tokens of one class to the step; how many it added."""
+        left = budget
+        for sequence in own.running:
+            left -= _take(sequence, left, tokens)
+        while left > 0 and own.waiting and len(own.running) < own.limit and self._admit(own.waiting[0], now):
+            _, sequence = own.waiting.pop(0)
+            own.running.append(sequence)
+            left -= _take(sequence, left, tokens)
+        return budget - left
+
+    def _admit(self, entry: tuple[tuple[int, int], Sequence], now: float) -> bool:
+        """Whether the waiting sequence got its rows. While one is short of them, nobody behind it takes any."""
+        order, sequence = entry
+        if self._starved is not None and order > self._starved[0]:
+            return False
+        request = sequence.request
+        cached = [] if sequence.wants_prompt_logprobs else self._blocks.match_prefix(request.token_ids)
+        fresh = self._blocks.allocate(self._num_blocks(sequence.num_tokens) - len(cached))
+        if fresh is None:
+            self._blocks.release(cached)
+            self._starved = entry
+            return False
+        if self._starved is entry:
+            self._starved = None
+        sequence.block_ids = cached + fresh
+        sequence.num_cached = sequence.num_computed = len(cached) * self._blocks.block_size
+        sequence.admitted_at = now
+        return True
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._blocks.block_size)
+
+
+def _take(sequence: Sequence, budget: int, tokens: dict[Sequence, int]) -> int:
+    """Adds as much of the prompt as `budget` allows to the step; how many tokens that was."""
+    taken = tokens.get(sequence, 0)
+    count = min(sequence.num_left - taken, budget)
+    if count > 0:
+        tokens[sequence] = taken + count
+    return count

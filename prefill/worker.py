@@ -1,0 +1,362 @@
+"""The device thread of a prefill worker: computes batches, pushes rows while it computes, samples first tokens.
+
+Other threads only put commands into its inbox; it answers through each sequence's `emit`. After the scheduler has put a
+chunk into a step (prefill/scheduler.py), a request goes on here:
+
+ 1. After each layer of the step, the chunk's finished rows of that layer are handed to the push, which sends them while
+    the next layer computes: full blocks at once, the partly filled one at the prompt's end, and with the first chunk
+    those that came from the prefix cache.
+ 2. After its last chunk the first token of every choice is sampled: FirstTokens, and commit of the push.
+ 3. The decode worker acknowledges: Transferred, Finished.
+ 4. Rows are freed when the push has let go of them: after the acknowledgement, or some time after an abort.
+
+A cancelled request leaves before the next step begins. An exception in a step ends the requests of that step only.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from engine.batch import Batch, BatchItem
+from engine.engine import Engine
+from engine.kv_cache import KvCache
+from engine.sampling import Sampled, SampleRow, prompt_logprobs
+from kvtransfer import KvSender, Push, PushResult, Region
+from prefill.metrics import PrefillMetrics
+from prefill.request import Chunk, Event, Finished, FirstTokens, Request, Sequence, Transferred
+from prefill.scheduler import BatchLimits, Scheduler
+from twinpool.errors import Cancelled, Internal, Overloaded, TwinpoolError
+
+logger = logging.getLogger(__name__)
+
+IDLE_S = 0.5  # longest sleep of the device thread without a command
+PINNED_POLL_S = 0.002  # the same while an aborted push still reads rows
+LOGPROB_ROWS = 128  # prompt positions whose logits are held at a time
+RETRY_AFTER_S = 1.0
+
+
+def regions(cache: KvCache) -> list[Region]:
+    """The cache as kvtransfer sees it: one region a layer, all in the group "kv"."""
+    return [
+        Region(name=f"layer.{i}", group="kv", buffer=buffer.numpy().data, row_bytes=cache.layout.row_bytes)
+        for i, buffer in enumerate(cache.buffers)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """A snapshot for routers. computed_tokens only grows."""
+
+    running: int
+    waiting: int
+    waiting_tokens: int
+    rows_free: int
+    computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Blocks first .. end - 1 of a sequence become final in this step and go to its push, layer by layer."""
+
+    sequence: Sequence
+    push: Push
+    first: int
+    end: int
+
+    def put(self, layer: int) -> None:
+        if self.end > self.first:
+            self.push.put(layer, range(self.first, self.end), self.sequence.block_ids[self.first : self.end])
+
+
+class Worker:
+    """Owns the engine from `start` on. Everything public may be called from any thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        sender: KvSender,
+        limits: BatchLimits,
+        metrics: PrefillMetrics,
+        *,
+        encode_note: Callable[[FirstTokens], bytes],
+        max_requests: int = 1024,
+    ) -> None:
+        """encode_note: what travels with the commit to the decode worker; max_requests: accepted at a time."""
+        self._engine = engine
+        self._sender = sender
+        self._scheduler = Scheduler(limits, engine.blocks)
+        self._metrics = metrics
+        self._encode_note = encode_note
+        self._max_requests = max_requests
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._open: set[Sequence] = set()  # accepted, rows not yet freed
+        self._transferring: set[Sequence] = set()  # committed, not acknowledged
+        self._pinned: list[Sequence] = []  # ended; the push may still read their rows
+        self._computed_tokens = 0
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+        self._load = self._snapshot()
+        metrics.rows_total.set(engine.blocks.num_blocks)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Cancels what is left and ends the thread. Idempotent."""
+        self._inbox.put(self._stop)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def num_open(self) -> int:
+        """Requests accepted whose rows are not free yet."""
+        return len(self._open)
+
+    @property
+    def load(self) -> Load:
+        return self._load
+
+    def submit(self, request: Request, emit: Callable[[Event], None]) -> Sequence:
+        """Accepts a request. `emit` gets its events on the device thread, exactly one Finished last.
+
+        Raises InvalidRequest, or Overloaded when too many are open.
+        """
+        request.validate(self._engine.config.vocab_size, self._engine.config.max_context)
+        self._scheduler.check(request)
+        if len(self._open) >= self._max_requests:
+            raise Overloaded(
+                f"this prefill worker has {len(self._open)} requests and takes no more than {self._max_requests}",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        sequence = Sequence(request, emit, received_at=time.monotonic())
+        self._open.add(sequence)
+        self._metrics.requests.labels(request.input_class).inc()
+        self._inbox.put(partial(self._add, sequence))
+        return sequence
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Frees everything a request holds before the next step begins. Idempotent, and harmless after its end."""
+        if sequence in self._open:
+            self._inbox.put(partial(self._end, sequence, Cancelled("the call was cancelled")))
+
+    # Everything below runs on the device thread.
+
+    def _run(self) -> None:
+        try:
+            busy = False
+            while not self._stopping:
+                self._obey(wait_s=0.0 if busy else PINNED_POLL_S if self._pinned else IDLE_S)
+                self._free_unpinned()
+                chunks = self._scheduler.next_batch(time.monotonic())
+                busy = bool(chunks)
+                if chunks:
+                    self._step(chunks)
+                self._report()
+        except BaseException:
+            logger.exception("the device thread died; this worker is of no more use")
+            raise
+
+    def _obey(self, wait_s: float) -> None:
+        """Runs every command in the inbox; waits up to wait_s for the first."""
+        try:
+            command = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
+            while True:
+                command()
+                command = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _stop(self) -> None:
+        self._stopping = True
+        for sequence in list(self._open):
+            self._end(sequence, Cancelled("the worker stops"))
+
+    def _add(self, sequence: Sequence) -> None:
+        if not sequence.ended:
+            self._scheduler.add(sequence)
+
+    def _step(self, chunks: list[Chunk]) -> None:
+        begin = time.monotonic()
+        try:
+            self._open_pushes(chunks)
+            chunks = [chunk for chunk in chunks if not chunk.sequence.ended]
+            if chunks:
+                self._compute(chunks)
+        except Exception as error:
+            error_id = secrets.token_hex(4)
+            logger.exception("prefill step failed", extra={"error_id": error_id, "prompts": len(chunks)})
+            failure = Internal(f"prefill step failed ({error}); the worker's log has the details under {error_id}")
+            for chunk in chunks:
+                self._end(chunk.sequence, failure)
+            return
+        self._metrics.step_seconds.observe(time.monotonic() - begin)
+        self._metrics.batch_prompts.observe(len(chunks))
+        self._metrics.batch_tokens.observe(sum(chunk.end - chunk.start for chunk in chunks))
+
+    def _open_pushes(self, chunks: list[Chunk]) -> None:
+        """Opens the pushes of prompts that begin; ends those that need not go on because their push has failed."""
+        for sequence in (chunk.sequence for chunk in chunks):
+            request = sequence.request
+            if sequence.push is not None and sequence.push.error is not None:
+                self._end(sequence, sequence.push.error)
+            if sequence.push is not None or not request.target:
+                continue
+            try:
+                sequence.push = self._sender.open(
+                    request.target, request_id=request.request_id, attempt=request.attempt, timeout_s=request.timeout_s
+                )
+            except TwinpoolError as error:  # a target that is not one
+                self._end(sequence, error)
+
+    def _compute(self, chunks: list[Chunk]) -> None:
+        items = [BatchItem(each.token_ids, each.start, each.sequence.block_ids) for each in chunks]
+        batch = Batch.build(items, self._engine.blocks.block_size)
+        finals = [self._final_rows(chunk, chunk.sequence.push) for chunk in chunks if chunk.sequence.push is not None]
+
+        def on_layer(layer: int) -> None:
+            for rows in finals:
+                rows.put(layer)
+
+        hidden = self._engine.forward(batch, on_layer)
+        for rows in finals:
+            rows.sequence.num_put = rows.end
+        for i, chunk in enumerate(chunks):
+            self._scheduler.computed(chunk)
+            self._computed_tokens += chunk.end - chunk.start
+            if chunk.sequence.wants_prompt_logprobs:
+                self._collect_prompt_logprobs(chunk, hidden[batch.query_start[i] : batch.query_start[i + 1]])
+        self._metrics.computed_tokens.inc(batch.num_tokens)
+        last = [i for i, chunk in enumerate(chunks) if chunk.is_last]
+        if last:
+            self._sample([chunks[i].sequence for i in last], hidden[batch.last_token_rows[last]])
+
+    def _final_rows(self, chunk: Chunk, push: Push) -> _Rows:
+        num_blocks = len(chunk.sequence.block_ids)
+        end = num_blocks if chunk.is_last else chunk.end // self._engine.blocks.block_size
+        return _Rows(chunk.sequence, push, chunk.sequence.num_put, end)
+
+    def _collect_prompt_logprobs(self, chunk: Chunk, hidden: torch.Tensor) -> None:
+        """hidden: [chunk's tokens, hidden]; position p predicts the token at p + 1."""
+        sequence, request = chunk.sequence, chunk.sequence.request
+        if chunk.start == 0:
+            sequence.prompt_logprobs.append(Sampled(request.token_ids[0]))
+        targets = request.token_ids[chunk.start + 1 : min(chunk.end + 1, request.num_prompt_tokens)]
+        for begin in range(0, len(targets), LOGPROB_ROWS):
+            piece = targets[begin : begin + LOGPROB_ROWS]
+            logits = self._engine.logits(hidden[begin : begin + len(piece)])
+            sequence.prompt_logprobs += prompt_logprobs(logits, piece, request.sampling.logprobs or 0)
+
+    def _sample(self, sequences: list[Sequence], hidden: torch.Tensor) -> None:
+        """hidden: [sequences, hidden], the last token of each prompt. Every choice draws from the prompt's one row."""
+        rows, source = [], []
+        for i, request in enumerate(sequence.request for sequence in sequences):
+            prompt = request.token_ids[: request.num_prompt_tokens]
+            output = request.token_ids[request.num_prompt_tokens :]
+            for choice in range(request.first_choice, request.first_choice + request.sampling.n):
+                rows.append(SampleRow(request.sampling, prompt, output, choice))
+                source.append(i)
+        sampled = iter(self._engine.sample(self._engine.logits(hidden)[source], rows))
+        now = time.monotonic()
+        for sequence in sequences:
+            sequence.sampled_at = now
+            self._deliver(sequence, [next(sampled) for _ in range(sequence.request.sampling.n)])
+
+    def _deliver(self, sequence: Sequence, tokens: list[Sampled]) -> None:
+        request, name = sequence.request, sequence.request.input_class
+        queue_s, prefill_s = sequence.admitted_at - sequence.received_at, sequence.sampled_at - sequence.admitted_at
+        self._metrics.queue_seconds.labels(name).observe(queue_s)
+        self._metrics.prefill_seconds.labels(name).observe(prefill_s)
+        self._metrics.prompt_tokens.labels(name).inc(len(request.token_ids))
+        self._metrics.cached_tokens.labels(name).inc(sequence.num_cached)
+        first = FirstTokens(
+            tokens=tokens,
+            cached_tokens=min(sequence.num_cached, request.num_prompt_tokens),
+            queue_ms=queue_s * 1000,
+            prefill_ms=prefill_s * 1000,
+            prompt_logprobs=sequence.prompt_logprobs,
+        )
+        sequence.emit(first)
+        if sequence.push is None:
+            self._end(sequence)
+            return
+        self._transferring.add(sequence)
+        note = self._encode_note(first)
+        sequence.push.commit(note, lambda result: self._inbox.put(partial(self._acknowledged, sequence, result)))
+
+    def _acknowledged(self, sequence: Sequence, result: PushResult) -> None:
+        if sequence.ended:
+            return
+        if result.error is not None:
+            self._end(sequence, result.error)
+            return
+        transfer_s = result.done_at - result.first_put_at
+        wait_s = max(0.0, result.done_at - sequence.sampled_at)
+        self._metrics.transfer_bytes.inc(result.bytes)
+        self._metrics.transfer_rows.inc(result.rows)
+        self._metrics.transfer_seconds.observe(transfer_s)
+        self._metrics.transfer_wait_seconds.observe(wait_s)
+        sequence.emit(
+            Transferred(
+                bytes=result.bytes, rows=result.rows, transfer_ms=transfer_s * 1000, transfer_wait_ms=wait_s * 1000
+            )
+        )
+        self._end(sequence)
+
+    def _end(self, sequence: Sequence, error: TwinpoolError | None = None) -> None:
+        """The one way out. Rows that a push may still read are freed when it has let go."""
+        if sequence.ended:
+            return
+        sequence.ended = True
+        self._scheduler.remove(sequence)
+        self._transferring.discard(sequence)
+        outcome = "ok" if error is None else "cancelled" if isinstance(error, Cancelled) else type(error).__name__
+        self._metrics.ended.labels(outcome).inc()
+        if sequence.push is not None:
+            if error is not None:
+                sequence.push.abort(error.message)
+            self._pinned.append(sequence)
+            self._free_unpinned()
+        else:
+            self._free(sequence)
+        sequence.emit(Finished(error))
+
+    def _free_unpinned(self) -> None:
+        pinned, self._pinned = self._pinned, []
+        for sequence in pinned:
+            if sequence.push is None or sequence.push.closed.is_set():
+                self._free(sequence)
+            else:
+                self._pinned.append(sequence)
+
+    def _free(self, sequence: Sequence) -> None:
+        self._scheduler.free(sequence)
+        self._open.discard(sequence)
+
+    def _snapshot(self) -> Load:
+        running = self._scheduler.num_running + len(self._transferring) + len(self._pinned)
+        return Load(
+            running=running,
+            waiting=len(self._open) - running,
+            waiting_tokens=self._scheduler.num_waiting_tokens,
+            rows_free=self._engine.blocks.num_free,
+            computed_tokens=self._computed_tokens,
+        )
+
+    def _report(self) -> None:
+        load = self._load = self._snapshot()
+        self._metrics.running.set(load.running)
+        self._metrics.waiting.set(load.waiting)
+        self._metrics.rows_used.set(self._engine.blocks.num_blocks - load.rows_free)
