@@ -1,0 +1,114 @@
+"""python -m decode: one decode worker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from pathlib import Path
+
+import twinpool
+from decode.config import DecodeConfig
+from decode.metrics import DecodeMetrics
+from decode.server import DecodeServer, decode_note
+from decode.worker import Worker, regions
+from engine.engine import Engine
+from kvtransfer import KvReceiver
+from service import cores, log, metrics
+from service.address import advertised, split
+from service.config import load, run_main
+from service.drain import until_idle, until_stopped
+from service.registration import Registration, new_incarnation
+from service.security import warn_if_open
+from service.serve import Service, announce_ready, run, serve
+from twinpool.errors import ConfigError
+from twinpool.v1.router_pb2 import POOL_DECODE
+from twinpool.v1.worker_pb2 import WorkerInfo
+from twinpool.v1.worker_pb2_grpc import add_DecodeServicer_to_server
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> None:
+    config = load(DecodeConfig, "decode")
+    log.setup(config.log_level, "decode", config.worker_id)
+    if not config.model:
+        raise ConfigError("--model is missing: name a Hugging Face directory", field="model")
+    cores.pin(config.cores)
+    run(partial(_serve, config))
+
+
+async def _serve(config: DecodeConfig, stop: asyncio.Event) -> None:
+    warn_if_open(logger, config.host, config.cluster_key)
+    engine = Engine.load(
+        Path(config.model),
+        backend=config.backend,
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
+        block_size=config.block_size,
+        memory_bytes=config.memory,
+        threads=config.threads,
+    )
+    registry = metrics.new_registry()
+    receiver = KvReceiver(
+        regions(engine.cache),
+        fingerprint=engine.fingerprint,
+        cluster_key=config.cluster_key,
+        host=config.kv_host or config.host,
+        port=config.kv_port,
+        advertise=_kv_advertise(config),
+    )
+    receiver.start()
+    worker = Worker(
+        engine,
+        receiver,
+        DecodeMetrics(registry),
+        decode_note=decode_note,
+        swap_bytes=config.swap,
+        max_batch=config.max_batch,
+        max_waiting=config.max_waiting,
+    )
+    worker.start()
+    server = DecodeServer(worker, reserve_timeout_s=config.reserve_timeout)
+    service = Service(name="twinpool.v1.Decode", add=add_DecodeServicer_to_server, servicer=server, internal=True)
+    http = metrics.serve_metrics(config.host, config.metrics_port, registry, healthy=lambda: worker.alive)
+    serving = await serve([service], host=config.host, port=config.port, cluster_key=config.cluster_key)
+    address = advertised(config.advertise, config.host, serving.port, towards=next(iter(config.routers), ""))
+    info = WorkerInfo(
+        worker_id=config.worker_id or f"decode-{address}",
+        incarnation=new_incarnation(),
+        pool=POOL_DECODE,
+        address=address,
+        model=config.model_name or engine.model_name,
+        fingerprint=engine.fingerprint,
+        version=twinpool.__version__,
+        block_size=engine.blocks.block_size,
+        max_context=worker.max_context,
+        rows_total=engine.blocks.num_blocks,
+    )
+    registration = Registration(routers=config.routers, info=info, load=server.load, cluster_key=config.cluster_key)
+    try:
+        await registration.start()
+        announce_ready(address, http.port, config.ready_file)
+        await until_stopped(stop, lambda: worker.alive)
+        server.draining = True
+        registration.report_now()
+        await until_idle(lambda: worker.num_open, config.drain_timeout)
+    finally:
+        await registration.stop()
+        await serving.stop(grace_s=1)
+        worker.close()
+        receiver.close()
+        http.close()
+
+
+def _kv_advertise(config: DecodeConfig) -> str:
+    """Where prefill workers reach the KV port: as told, else the host that routers reach this worker at."""
+    if config.kv_advertise:
+        return config.kv_advertise
+    advertise, host = ("", config.kv_host) if config.kv_host else (config.advertise, config.host)
+    return split(advertised(advertise, host, config.kv_port, towards=next(iter(config.routers), "")))[0]
+
+
+if __name__ == "__main__":
+    run_main(main, "decode")

@@ -1,0 +1,46 @@
+"""What a decode worker tells Prometheus."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from service.metrics import BATCH_SEQUENCES, REQUEST_SECONDS, TOKEN_SECONDS, TRANSFER_SECONDS
+
+
+class DecodeMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"twinpool_decode_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"twinpool_decode_{name}", text, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Histogram:
+            return Histogram(f"twinpool_decode_{name}", text, labels, buckets=buckets, registry=registry)
+
+        by_class = ("sla_class",)
+        self.requests = counter("requests_total", "Requests submitted.", by_class)
+        self.ended = counter("ended_total", "Requests ended, by reason.", ("reason",))
+        self.tokens = counter("tokens_total", "Output tokens computed here; the first of a choice is not.", by_class)
+        self.preemptions = counter("preemptions_total", "Sequences that lost their rows, to the swap area or for good.")
+        self.restores = counter("restores_total", "Sequences that came back from the swap area.")
+        self.transfer_bytes = counter("transfer_bytes_total", "KV bytes received for committed requests.")
+        self.transfer_rows = counter("transfer_rows_total", "Rows received for committed requests.")
+        self.transfer_failures = counter("transfer_failures_total", "Transfers that failed, by error.", ("error",))
+        self.queue_seconds = histogram(
+            "queue_seconds", "Submitted until rows were reserved.", REQUEST_SECONDS, by_class
+        )
+        self.transfer_seconds = histogram("transfer_seconds", "First frame until the commit.", TRANSFER_SECONDS)
+        self.reserved_seconds = histogram("reserved_seconds", "Rows reserved until the commit.", REQUEST_SECONDS)
+        self.request_seconds = histogram("request_seconds", "Commit until the last token.", REQUEST_SECONDS, by_class)
+        self.step_seconds = histogram("step_seconds", "One step, sampling included.", TOKEN_SECONDS)
+        self.batch_sequences = histogram("batch_sequences", "Sequences in a step.", BATCH_SEQUENCES)
+        self.itl_seconds = histogram("itl_seconds", "Between two tokens of a sequence.", TOKEN_SECONDS, by_class)
+        self.running = gauge("running", "Requests whose tokens are computed, swapped out ones included.")
+        self.waiting = gauge("waiting", "Requests that wait for rows.")
+        self.reservations = gauge("reservations", "Requests whose rows are reserved and have not arrived.")
+        self.swapped = gauge("swapped", "Sequences swapped out.")
+        self.batch_limit = gauge("batch_limit", "Sequences allowed in the last step, by the strictest TPOT target.")
+        self.rows_total = gauge("rows_total", "Cache rows.")
+        self.rows_used = gauge("rows_used", "Cache rows held by requests and reservations.")
+        self.swap_rows_used = gauge("swap_rows_used", "Rows of the swap area that hold a sequence.")

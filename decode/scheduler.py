@@ -1,0 +1,409 @@
+"""Which requests hold rows, and which sequences take part in the next step.
+
+Life of a request here:
+
+ 1. `submit` refuses what is malformed, can never fit, is a duplicate or older than what runs; a newer attempt ends an
+    older one of the same choices. The rest waits: higher priority first, then in order of arrival.
+ 2. `tick` admits from the head of that queue: rows for the whole prompt and the first growth of every choice are set
+    aside and Reserved tells where to push. Nobody is admitted while a sequence is swapped out.
+ 3. `commit`: the rows are here. Choices share the prompt's full blocks; each gets its own copy of the partial one.
+ 4. `next_batch` takes the sequences whose next token is due first, as many as the strictest TPOT target among all that
+    run allows, and gives each the block it grows into. When rows run out, the least senior sequence (lowest priority,
+    then latest) is swapped out; `tick` brings the most senior back first. When the swap area is full too, its request
+    ends as PREEMPTED: the router prefills it again with the tokens it has.
+ 5. `advance` takes the step's tokens; a sequence gives its rows back with its last token.
+ 6. `_end` is the only way out, from any phase: every row is free before Ended is emitted, exactly once.
+
+A plain class without threads or clocks; the device thread owns it.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
+
+from decode.metrics import DecodeMetrics
+from decode.pace import Pace
+from decode.request import (
+    Ended,
+    Event,
+    Generation,
+    Phase,
+    Reason,
+    Request,
+    Reserved,
+    Sequence,
+    Session,
+    Token,
+)
+from decode.swap import SwapArea
+from engine.block_pool import BlockPool
+from engine.sampling import Sampled
+from kvtransfer import Reservation
+from twinpool.errors import Duplicate, InvalidRequest, Overloaded, TransferFailed, TwinpoolError
+from twinpool.sampling import FinishReason
+
+RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    max_batch: int  # sequences in a step, and sequences that hold rows
+    max_waiting: int  # requests that wait for rows
+    vocab_size: int
+    max_context: int  # tokens of prompt and answer that this worker's cache and model hold
+
+
+class Scheduler:
+    def __init__(
+        self,
+        limits: Limits,
+        blocks: BlockPool,
+        swap: SwapArea,
+        *,
+        reserve: Callable[[Generation, list[int], float], Reservation],
+        emit: Callable[[Generation, Event], None],
+        metrics: DecodeMetrics,
+    ) -> None:
+        """reserve(generation, block ids of the prompt, timeout in s) makes them a target or raises TwinpoolError."""
+        self._limits = limits
+        self._blocks = blocks
+        self._swap = swap
+        self._reserve = reserve
+        self._emit = emit
+        self._metrics = metrics
+        self._num_submitted = 0
+        self._live: dict[str, list[Generation]] = {}  # by request id: waiting, reserved and running ones
+        self._waiting: list[tuple[tuple[int, int], Generation]] = []  # ordered by (-priority, arrival)
+        self._running: list[Sequence] = []  # hold rows
+        self._swapped: list[Sequence] = []  # hold swap rows
+        self.pace = Pace()
+
+    # What happens to requests
+
+    def submit(self, request: Request, session: Session, now: float) -> None:
+        self._num_submitted += 1
+        generation = Generation(request, session, received_at=now, number=self._num_submitted)
+        self._metrics.requests.labels(request.sla_class).inc()
+        try:
+            self._check(request)
+        except (InvalidRequest, Duplicate) as error:
+            self._end(generation, Reason.REJECTED, error)
+            return
+        for older in self._overlapping(request):
+            self._end(older, Reason.CANCELLED)
+        if len(self._waiting) >= self._limits.max_waiting:
+            message = f"{len(self._waiting)} requests wait for rows of this decode worker, the most allowed"
+            self._end(generation, Reason.FAILED, Overloaded(message, retry_after_s=RETRY_AFTER_S))
+            return
+        self._live.setdefault(request.request_id, []).append(generation)
+        insort(self._waiting, ((-request.priority, generation.number), generation))  # numbers differ: no tie
+
+    def commit(self, generation: Generation, first: Items[Sampled], now: float) -> None:
+        """The prompt's rows have arrived whole, with the first token of every choice."""
+        if generation.phase is not Phase.RESERVED:
+            return
+        wanted = generation.request.sampling.n
+        if len(first) != wanted or any(token.token_id >= self._limits.vocab_size for token in first):
+            message = f"{len(first)} first tokens came for {wanted} choices, or one is not in the vocabulary"
+            self._end(generation, Reason.TRANSFER_FAILED, TransferFailed(message))
+            return
+        self._metrics.reserved_seconds.observe(now - generation.reserved_at)
+        generation.phase, generation.committed_at = Phase.RUNNING, now
+        generation.last_token_at = now
+        request, num_prompt = generation.request, generation.request.num_prompt_tokens
+        # A choice alone always fits: it ends where the cache does, if not before. Its last token needs no room.
+        room = self._blocks.num_blocks * self._blocks.block_size - num_prompt + 1
+        sampling = replace(request.sampling, max_tokens=min(request.sampling.max_tokens or room, room))
+        generation.sequences = [
+            Sequence(
+                generation,
+                choice,
+                sampling,
+                prompt_token_ids=request.token_ids[:num_prompt],
+                output_token_ids=[*request.token_ids[num_prompt:], token.token_id],
+                last_token_at=now,
+            )
+            for choice, token in zip(request.choices, first, strict=True)
+            if token.finish_reason is FinishReason.NONE and choice not in generation.cancelled_choices
+        ]
+        self._running += generation.sequences
+        self._deal_rows(generation)
+        self._end_if_finished(generation)
+
+    def transfer_failed(self, generation: Generation, error: TransferFailed) -> None:
+        if generation.phase is Phase.RESERVED:
+            self._metrics.transfer_failures.labels(type(error).__name__).inc()
+            self._end(generation, Reason.TRANSFER_FAILED, error)
+
+    def cancel(self, request_id: str, attempt: int, choice: int | None = None) -> None:
+        """Ends the request, or one of its choices. Unknown ones are ignored."""
+        for generation in list(self._live.get(request_id, ())):
+            if generation.request.attempt != attempt:
+                continue
+            if choice is None:
+                self._end(generation, Reason.CANCELLED)
+                continue
+            generation.cancelled_choices.add(choice)
+            for sequence in [each for each in generation.sequences if each.choice == choice]:
+                self._drop(sequence)
+            self._end_if_finished(generation)
+
+    def end_session(self, session: Session) -> None:
+        """The router's stream is gone: ends all that it carried."""
+        for generation in self._all_live():
+            if generation.session is session:
+                self._end(generation, Reason.CANCELLED)
+
+    def fail(self, sequences: Items[Sequence], error: TwinpoolError) -> None:
+        """The step that held these sequences went wrong."""
+        for sequence in sequences:
+            self._end(sequence.generation, Reason.FAILED, error)
+
+    def end_all(self, reason: Reason, error: TwinpoolError | None = None) -> None:
+        for generation in self._all_live():
+            self._end(generation, reason, error)
+
+    # What a step does
+
+    def tick(self, now: float) -> None:
+        """Before every step: drops who waited too long, brings swapped out sequences back, admits new requests."""
+        for _, generation in [entry for entry in self._waiting if entry[1].deadline <= now]:
+            message = f"no rows of this decode worker were free in {generation.request.timeout_s:g} s"
+            self._end(generation, Reason.FAILED, Overloaded(message, retry_after_s=RETRY_AFTER_S))
+        self._restore()
+        while self._waiting and not self._swapped and self._admit(self._waiting[0][1], now):
+            pass
+
+    def next_batch(self) -> list[Sequence]:
+        """The sequences of the next step; each holds the row that its last token goes to."""
+        limit = self._batch_limit()
+        self._metrics.batch_limit.set(limit)
+        batch: list[Sequence] = []
+        for sequence in sorted(self._running, key=lambda each: each.token_due_at):
+            if len(batch) == limit:
+                break
+            if sequence.block_ids and self._grow(sequence):
+                batch.append(sequence)
+        return [
+            sequence for sequence in batch if sequence.block_ids
+        ]  # a later one may have taken an earlier one's rows
+
+    def advance(self, sequences: Items[Sequence], sampled: Items[Sampled], now: float) -> None:
+        """The step gave each of these sequences its next token."""
+        for sequence, token in zip(sequences, sampled, strict=True):
+            generation = sequence.generation
+            sla_class = generation.request.sla_class
+            self._metrics.tokens.labels(sla_class).inc()
+            self._metrics.itl_seconds.labels(sla_class).observe(now - sequence.last_token_at)
+            sequence.output_token_ids.append(token.token_id)
+            sequence.last_token_at = generation.last_token_at = now
+            self._emit(generation, Token(sequence.choice, token))
+            if token.finish_reason is not FinishReason.NONE:
+                self._drop(sequence)
+                self._end_if_finished(generation)
+
+    # What others may know
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_reserved(self) -> int:
+        return sum(generation.phase is Phase.RESERVED for generation in self._all_live())
+
+    @property
+    def num_running(self) -> int:
+        """Requests, not sequences."""
+        return sum(generation.phase is Phase.RUNNING for generation in self._all_live())
+
+    @property
+    def num_swapped(self) -> int:
+        """Sequences, not requests."""
+        return len(self._swapped)
+
+    # Admission
+
+    def _check(self, request: Request) -> None:
+        """Raises InvalidRequest or Duplicate for what must not be retried elsewhere as it is."""
+        request.validate(self._limits.vocab_size, self._limits.max_context)
+        needed = self._num_blocks(len(request.token_ids)) + self._first_growth(request)
+        if needed > self._blocks.num_blocks:
+            raise InvalidRequest(
+                f"prompt of {len(request.token_ids)} tokens with {request.sampling.n} choices takes {needed} blocks of "
+                f"{self._blocks.block_size}, and this worker's cache holds {self._blocks.num_blocks}: shorten it, or "
+                "raise --memory of the worker",
+                field="prompt",
+            )
+        for other in self._overlapping(request):
+            if other.request.attempt >= request.attempt:
+                raise Duplicate(
+                    f"attempt {request.attempt} of request {request.request_id!r} comes after attempt "
+                    f"{other.request.attempt} of the same choices",
+                    field="request_id",
+                )
+
+    def _overlapping(self, request: Request) -> list[Generation]:
+        """Live attempts of the same request that answer one of the same choices."""
+        return [
+            other
+            for other in self._live.get(request.request_id, ())
+            if set(other.request.choices) & set(request.choices)
+        ]
+
+    def _admit(self, generation: Generation, now: float) -> bool:
+        """Sets rows aside for the head of the queue; False when it has to wait for them."""
+        request = generation.request
+        holders = len(self._running) + sum(
+            other.request.sampling.n for other in self._all_live() if other.phase is Phase.RESERVED
+        )
+        if holders and holders + request.sampling.n > self._limits.max_batch:
+            return False
+        num_prompt_blocks = self._num_blocks(len(request.token_ids))
+        needed = num_prompt_blocks + self._first_growth(request)
+        headroom = len(self._running)  # a block each, or the newcomer would soon push somebody out
+        if needed + headroom > self._blocks.num_free:
+            return False
+        generation.block_ids = self._blocks.allocate(needed) or []
+        try:
+            prompt_block_ids = generation.block_ids[:num_prompt_blocks]
+            generation.reservation = self._reserve(generation, prompt_block_ids, generation.deadline - now)
+        except TwinpoolError as error:
+            self._end(generation, Reason.FAILED, error)
+            return True
+        self._waiting.pop(0)
+        generation.phase, generation.reserved_at = Phase.RESERVED, now
+        self._metrics.queue_seconds.labels(request.sla_class).observe(now - generation.received_at)
+        self._emit(generation, Reserved(generation.reservation.target))
+        return True
+
+    def _deal_rows(self, generation: Generation) -> None:
+        """Gives each unfinished choice the prompt's rows and one to grow into; frees what is left over."""
+        sequences = generation.sequences
+        num_full, rest = divmod(len(generation.request.token_ids), self._blocks.block_size)
+        num_prompt = num_full + (1 if rest else 0)
+        full, partial = generation.block_ids[:num_full], generation.block_ids[num_full:num_prompt]
+        growth = generation.block_ids[num_prompt:]
+        generation.block_ids = []
+        for i, sequence in enumerate(sequences):
+            if i > 0:
+                self._blocks.retain(full)
+            if partial and i == 0:
+                own = partial
+            else:
+                own = [growth.pop()]
+                for block_id in partial:
+                    self._swap.fork(block_id, own[0])
+            sequence.block_ids = full + own
+        self._blocks.release(growth if sequences else full + partial + growth)
+
+    def _first_growth(self, request: Request) -> int:
+        """Blocks beside the prompt's that its choices need for their second token."""
+        shares_partial = len(request.token_ids) % self._blocks.block_size != 0
+        return request.sampling.n - 1 if shares_partial else request.sampling.n
+
+    # Rows
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._blocks.block_size)
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Gives the sequence the block of its last token. False when it lost its rows to a more senior one."""
+        while len(sequence.block_ids) < self._num_blocks(sequence.num_tokens):
+            block_ids = self._blocks.allocate(1)
+            if block_ids is not None:
+                sequence.block_ids += block_ids
+                continue
+            self._preempt(max(self._running, key=lambda each: each.seniority))
+            if not sequence.block_ids:
+                return False
+        return True
+
+    def _preempt(self, victim: Sequence) -> None:
+        self._metrics.preemptions.inc()
+        stored = self._num_blocks(victim.num_tokens - 1)  # the block of the last token may be there, still empty
+        slots = self._swap.save(victim.block_ids[:stored])
+        if slots is None:
+            message = "the cache and the swap area of this decode worker are full: raise --memory or --swap"
+            self._end(victim.generation, Reason.PREEMPTED, Overloaded(message, retry_after_s=RETRY_AFTER_S))
+            return
+        self._running.remove(victim)
+        self._release(victim)
+        victim.slots = slots
+        self._swapped.append(victim)
+
+    def _restore(self) -> None:
+        """Brings swapped out sequences back, the most senior first, as far as rows go."""
+        for sequence in sorted(self._swapped, key=lambda each: each.seniority):
+            needed = self._num_blocks(sequence.num_tokens)
+            headroom = len(self._running)  # or it would soon have to leave again
+            if needed + headroom > self._blocks.num_free:
+                return
+            sequence.block_ids = self._blocks.allocate(needed) or []
+            self._swap.restore(sequence.slots, sequence.block_ids[: len(sequence.slots)])
+            sequence.slots = []
+            self._swapped.remove(sequence)
+            self._running.append(sequence)
+            self._metrics.restores.inc()
+
+    def _batch_limit(self) -> int:
+        targets = [each.generation.request.tpot_target_s for each in self._running]
+        strictest = min((target for target in targets if target > 0), default=0.0)
+        return self.pace.limit(strictest, self._limits.max_batch)
+
+    # Ends
+
+    def _drop(self, sequence: Sequence) -> None:
+        """One choice is over."""
+        sequence.generation.sequences.remove(sequence)
+        if sequence.slots:
+            self._swapped.remove(sequence)
+            self._swap.free(sequence.slots)
+            sequence.slots = []
+        else:
+            self._running.remove(sequence)
+            self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        block_ids, sequence.block_ids = sequence.block_ids, []
+        self._blocks.release(block_ids)
+
+    def _end_if_finished(self, generation: Generation) -> None:
+        if generation.phase is Phase.RUNNING:
+            finished = not generation.sequences
+        else:
+            finished = generation.cancelled_choices.issuperset(generation.request.choices)
+        if finished:
+            self._end(generation, Reason.FINISHED)
+
+    def _end(self, generation: Generation, reason: Reason, error: TwinpoolError | None = None) -> None:
+        if generation.phase is Phase.ENDED:
+            return
+        if generation.phase is Phase.WAITING:
+            self._waiting = [entry for entry in self._waiting if entry[1] is not generation]
+        if generation.phase is Phase.RESERVED and generation.reservation is not None:
+            generation.reservation.release()  # from here on no byte lands in its rows
+        generation.phase = Phase.ENDED
+        for sequence in list(generation.sequences):
+            self._drop(sequence)
+        block_ids, generation.block_ids = generation.block_ids, []
+        self._blocks.release(block_ids)
+        self._forget(generation)
+        decode_s = generation.last_token_at - generation.committed_at
+        if generation.committed_at:
+            self._metrics.request_seconds.labels(generation.request.sla_class).observe(decode_s)
+        self._metrics.ended.labels(reason.name.lower()).inc()
+        self._emit(generation, Ended(reason, error, decode_s * 1000))
+
+    def _forget(self, generation: Generation) -> None:
+        attempts = self._live.get(generation.request.request_id, [])
+        if generation in attempts:
+            attempts.remove(generation)
+            if not attempts:
+                del self._live[generation.request.request_id]
+
+    def _all_live(self) -> list[Generation]:
+        return [generation for attempts in self._live.values() for generation in attempts]

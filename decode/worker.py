@@ -1,0 +1,243 @@
+"""The device thread of a decode worker: one step after another, one token a sequence and step.
+
+Other threads only put commands into its inbox: gRPC sessions submit and cancel, transfer threads report commits and
+failures. decode/scheduler.py decides; here its batches meet the engine, and its events go to their sessions, all of a
+step together. An exception in a step ends the requests of that step only.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from functools import partial
+
+from decode.metrics import DecodeMetrics
+from decode.request import Event, Generation, Output, Reason, Request, Sequence, Session
+from decode.scheduler import Limits, Scheduler
+from decode.swap import SwapArea
+from engine.batch import Batch, BatchItem
+from engine.engine import Engine
+from engine.kv_cache import KvCache
+from engine.sampling import Sampled, SampleRow
+from kvtransfer import Commit, KvReceiver, Region, Reservation
+from twinpool.errors import Cancelled, Internal, TransferFailed
+
+logger = logging.getLogger(__name__)
+
+IDLE_S = 0.5  # longest sleep of the device thread without a command
+WAITING_S = 0.05  # the same while requests wait for rows, which they may not do for ever
+
+
+def regions(cache: KvCache) -> list[Region]:
+    """The cache as kvtransfer sees it: one region a layer, all in the group "kv"."""
+    return [
+        Region(name=f"layer.{i}", group="kv", buffer=buffer.numpy().data, row_bytes=cache.layout.row_bytes)
+        for i, buffer in enumerate(cache.buffers)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """A snapshot for routers. tokens only grows."""
+
+    running: int
+    waiting: int  # for rows, or for the transfer into them
+    rows_free: int
+    tokens: int
+
+
+class Worker:
+    """Owns the engine from `start` on. Everything public may be called from any thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        receiver: KvReceiver,
+        metrics: DecodeMetrics,
+        *,
+        decode_note: Callable[[bytes], list[Sampled]],
+        swap_bytes: int,
+        max_batch: int,
+        max_waiting: int,
+    ) -> None:
+        """decode_note: the first token of each choice, from what the prefill worker sent with its commit; it raises
+        TransferFailed for what it cannot read."""
+        self._engine = engine
+        self._receiver = receiver
+        self._metrics = metrics
+        self._decode_note = decode_note
+        self._swap = SwapArea(engine.cache, swap_bytes // engine.cache.layout.block_bytes)
+        blocks = engine.blocks
+        self.max_context = min(engine.config.max_context, blocks.num_blocks * blocks.block_size)
+        self._scheduler = Scheduler(
+            Limits(
+                max_batch=max_batch,
+                max_waiting=max_waiting,
+                vocab_size=engine.config.vocab_size,
+                max_context=self.max_context,
+            ),
+            blocks,
+            self._swap,
+            reserve=self._reserve,
+            emit=self._emit,
+            metrics=metrics,
+        )
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._outbox: dict[int, tuple[Session, list[Output]]] = {}  # by id of the session; emptied after every step
+        self._num_tokens = 0
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+        self._load = self._snapshot()
+        metrics.rows_total.set(blocks.num_blocks)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Cancels what is left and ends the thread. Idempotent."""
+        self._inbox.put(self._stop)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def load(self) -> Load:
+        return self._load
+
+    @property
+    def num_open(self) -> int:
+        """Requests submitted and not ended, as of the last step."""
+        return self._load.running + self._load.waiting
+
+    def submit(self, request: Request, session: Session) -> None:
+        """Its events go to `session`; the last one, Ended, comes whatever happens."""
+        self._inbox.put(lambda: self._scheduler.submit(request, session, time.monotonic()))
+
+    def cancel(self, request_id: str, attempt: int, choice: int | None) -> None:
+        """Frees what the request, or its one choice, holds before the next step begins. Idempotent."""
+        self._inbox.put(partial(self._scheduler.cancel, request_id, attempt, choice))
+
+    def end_session(self, session: Session) -> None:
+        """Cancels all that the session submitted; its events go nowhere any more."""
+        self._inbox.put(partial(self._scheduler.end_session, session))
+
+    # Everything below runs on the device thread.
+
+    def _run(self) -> None:
+        try:
+            busy = False
+            while not self._stopping:
+                self._obey(wait_s=0.0 if busy else WAITING_S if self._scheduler.num_waiting else IDLE_S)
+                self._scheduler.tick(time.monotonic())
+                sequences = self._scheduler.next_batch()
+                self._flush()  # reservations need not wait for the step
+                busy = bool(sequences)
+                if sequences:
+                    self._step(sequences)
+                self._report()
+                self._flush()
+        except BaseException:
+            logger.exception("the device thread died; this worker is of no more use")
+            raise
+
+    def _obey(self, wait_s: float) -> None:
+        """Runs every command in the inbox; waits up to wait_s for the first."""
+        try:
+            command = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
+            while True:
+                command()
+                command = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _stop(self) -> None:
+        self._stopping = True
+        self._scheduler.end_all(Reason.FAILED, Cancelled("the worker stops"))
+        self._flush()
+
+    def _step(self, sequences: list[Sequence]) -> None:
+        begin = time.monotonic()
+        try:
+            sampled = self._compute(sequences)
+        except Exception as error:
+            error_id = secrets.token_hex(4)
+            logger.exception("decode step failed", extra={"error_id": error_id, "sequences": len(sequences)})
+            message = f"decode step failed ({error}); the worker's log has the details under {error_id}"
+            self._scheduler.fail(sequences, Internal(message))
+            return
+        now = time.monotonic()
+        self._scheduler.pace.observe(len(sequences), now - begin)
+        self._metrics.step_seconds.observe(now - begin)
+        self._metrics.batch_sequences.observe(len(sequences))
+        self._num_tokens += len(sequences)
+        self._scheduler.advance(sequences, sampled, now)
+
+    def _compute(self, sequences: Items[Sequence]) -> list[Sampled]:
+        items = [BatchItem(each.output_token_ids[-1:], each.num_tokens - 1, each.block_ids) for each in sequences]
+        hidden = self._engine.forward(Batch.build(items, self._engine.blocks.block_size))
+        rows = [
+            SampleRow(each.sampling, each.prompt_token_ids, each.output_token_ids, each.choice) for each in sequences
+        ]
+        return self._engine.sample(self._engine.logits(hidden), rows)
+
+    def _reserve(self, generation: Generation, block_ids: list[int], timeout_s: float) -> Reservation:
+        """Makes the blocks a transfer target; what becomes of it comes back through the inbox."""
+        request = generation.request
+        return self._receiver.reserve(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            rows={"kv": block_ids},
+            timeout_s=timeout_s,
+            on_commit=lambda commit: self._inbox.put(partial(self._committed, generation, commit)),
+            on_failed=lambda error: self._inbox.put(partial(self._scheduler.transfer_failed, generation, error)),
+        )
+
+    def _committed(self, generation: Generation, commit: Commit) -> None:
+        self._metrics.transfer_bytes.inc(commit.bytes)
+        self._metrics.transfer_rows.inc(commit.rows)
+        self._metrics.transfer_seconds.observe(commit.seconds)
+        try:
+            first = self._decode_note(commit.note)
+        except TransferFailed as error:
+            self._scheduler.transfer_failed(generation, error)
+            return
+        self._scheduler.commit(generation, first, time.monotonic())
+
+    def _emit(self, generation: Generation, event: Event) -> None:
+        session, request = generation.session, generation.request
+        _, outputs = self._outbox.setdefault(id(session), (session, []))
+        outputs.append(Output(request.request_id, request.attempt, event))
+
+    def _flush(self) -> None:
+        outbox, self._outbox = self._outbox, {}
+        for session, outputs in outbox.values():
+            session.deliver(outputs)
+
+    def _snapshot(self) -> Load:
+        scheduler = self._scheduler
+        return Load(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting + scheduler.num_reserved,
+            rows_free=self._engine.blocks.num_free,
+            tokens=self._num_tokens,
+        )
+
+    def _report(self) -> None:
+        """Gauges and the load that routers see; before a step's tokens go out, so that nobody sees an older state."""
+        scheduler, metrics = self._scheduler, self._metrics
+        load = self._load = self._snapshot()
+        metrics.running.set(load.running)
+        metrics.waiting.set(scheduler.num_waiting)
+        metrics.reservations.set(scheduler.num_reserved)
+        metrics.swapped.set(scheduler.num_swapped)
+        metrics.rows_used.set(self._engine.blocks.num_blocks - load.rows_free)
+        metrics.swap_rows_used.set(self._swap.num_rows - self._swap.num_free)

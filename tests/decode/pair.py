@@ -1,0 +1,267 @@
+"""A prefill and a decode worker in one process, with the real transfer between them, and what a router does with both.
+
+Also the oracle: one engine alone, one request at a time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+import decode.worker
+import prefill.worker
+from decode.metrics import DecodeMetrics
+from decode.request import Ended, Output, Reason, Reserved, Token
+from decode.request import Request as DecodeRequest
+from decode.server import decode_note
+from engine.batch import Batch, BatchItem
+from engine.engine import Engine
+from engine.sampling import Sampled, SampleRow
+from kvtransfer import Faults, KvReceiver, KvSender
+from prefill.metrics import PrefillMetrics
+from prefill.request import Finished, FirstTokens, Transferred
+from prefill.request import Request as PrefillRequest
+from prefill.scheduler import BatchLimits
+from prefill.server import encode_note
+from twinpool.sampling import FinishReason, SamplingParams
+
+TIMEOUT_S = 30.0
+BLOCK = 16
+_NUMBERS = itertools.count()
+
+
+def greedy(max_tokens: int, **options: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens, **options})
+
+
+def load_engine(model: Path, *, rows: int = 512, kv_dtype: str = "int8", block_size: int = BLOCK) -> Engine:
+    """An fp32 engine whose cache holds exactly `rows` blocks."""
+    small = Engine.load(model, dtype="fp32", kv_dtype=kv_dtype, block_size=block_size, memory_bytes=1 << 20, threads=1)
+    bytes_needed = rows * small.cache.layout.block_bytes
+    return Engine.load(
+        model, dtype="fp32", kv_dtype=kv_dtype, block_size=block_size, memory_bytes=bytes_needed, threads=1
+    )
+
+
+def alone(engine: Engine, prompt: Sequence[int], params: SamplingParams, choice: int = 0) -> list[int]:
+    """The output of one choice when the engine has nothing else to do: whole prompt at once, then token by token."""
+    blocks = engine.blocks.allocate(-(-(len(prompt) + (params.max_tokens or 0)) // engine.blocks.block_size))
+    assert blocks is not None
+    tokens, start, output = list(prompt), 0, []
+    while True:
+        batch = Batch.build([BatchItem(tokens, start, blocks)], engine.blocks.block_size)
+        logits = engine.logits(engine.forward(batch)[-1:])
+        (sampled,) = engine.sample(logits, [SampleRow(params, prompt, output, choice)])
+        output.append(sampled.token_id)
+        if sampled.finish_reason:
+            engine.blocks.release(blocks)
+            return output
+        start += len(tokens)
+        tokens = [sampled.token_id]
+
+
+@dataclass
+class Call:
+    """One request on both workers, as its router sees it. Events come from two device threads."""
+
+    pair: Pair
+    prompt: list[int]
+    params: SamplingParams
+    request_id: str
+    attempt: int
+    options: dict[str, Any]
+    prefill: prefill.worker.Sequence | None = None
+    first: FirstTokens | None = None
+    transferred: Transferred | None = None
+    prefill_end: Finished | None = None
+    ended: Ended | None = None
+    num_ended: int = 0
+    outputs: dict[int, list[Sampled]] = field(default_factory=dict)
+    on_event: Callable[[Call, Any], None] | None = None
+    events: queue.Queue[Any] = field(default_factory=queue.Queue)
+
+    def deliver(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            assert (output.request_id, output.attempt) == (self.request_id, self.attempt)
+            self.events.put(output.event)
+
+    def step(self, timeout_s: float = TIMEOUT_S) -> Any:
+        """Takes in one event, and does what the router does next."""
+        event = self.events.get(timeout=timeout_s)
+        if isinstance(event, Reserved):
+            self._start_prefill(event.target)
+        elif isinstance(event, FirstTokens):
+            self.first = event
+            for i, token in enumerate(event.tokens):
+                self.outputs.setdefault(self.options.get("first_choice", 0) + i, []).append(token)
+        elif isinstance(event, Transferred):
+            self.transferred = event
+        elif isinstance(event, Finished):
+            self.prefill_end = event
+        elif isinstance(event, Token):
+            self.outputs[event.choice].append(event.token)
+        elif isinstance(event, Ended):
+            self.ended = event
+            self.num_ended += 1
+        return event
+
+    def wait(self) -> Call:
+        """Until both workers have ended it; cancels prefill when decode gave up, as the router does."""
+        while self.ended is None or (self.prefill is not None and self.prefill_end is None):
+            self.step()
+            if self.ended is not None and self.prefill is not None and self.prefill_end is None:
+                if self.ended.reason is not Reason.FINISHED:
+                    self.pair.prefill.cancel(self.prefill)
+        return self
+
+    def cancel(self) -> None:
+        self.pair.decode.cancel(self.request_id, self.attempt, None)
+        if self.prefill is not None:
+            self.pair.prefill.cancel(self.prefill)
+
+    def token_ids(self, choice: int = 0) -> list[int]:
+        return [token.token_id for token in self.outputs[choice]]
+
+    def finish_reason(self, choice: int = 0) -> FinishReason:
+        return self.outputs[choice][-1].finish_reason
+
+    def _start_prefill(self, target: bytes) -> None:
+        options = {name: value for name, value in self.options.items() if name in ("first_choice", "priority")}
+        request = PrefillRequest(
+            request_id=self.request_id,
+            attempt=self.attempt,
+            token_ids=self.prompt,
+            num_prompt_tokens=self.options.get("num_prompt_tokens", len(self.prompt)),
+            sampling=self.params,
+            input_class="short" if len(self.prompt) < 256 else "long",
+            target=target,
+            timeout_s=TIMEOUT_S,
+            **options,
+        )
+        self.prefill = self.pair.prefill.submit(request, self.events.put)
+
+
+class Pair:
+    def __init__(
+        self,
+        prefill_engine: Engine,
+        decode_engine: Engine,
+        *,
+        token_budget: int = 512,
+        max_batch: int = 64,
+        swap_rows: int = 512,
+        max_waiting: int = 256,
+        faults: Faults | None = None,
+    ) -> None:
+        self.prefill_engine, self.decode_engine = prefill_engine, decode_engine
+        self.registry = CollectorRegistry()
+        self.receiver = KvReceiver(decode.worker.regions(decode_engine.cache), fingerprint=decode_engine.fingerprint)
+        self.receiver.start()
+        self.sender = KvSender(
+            prefill.worker.regions(prefill_engine.cache), fingerprint=prefill_engine.fingerprint, faults=faults
+        )
+        self.prefill = prefill.worker.Worker(
+            prefill_engine,
+            self.sender,
+            BatchLimits(token_budget=token_budget, prompts={"short": 32, "long": 8}),
+            PrefillMetrics(self.registry),
+            encode_note=encode_note,
+        )
+        self.decode = decode.worker.Worker(
+            decode_engine,
+            self.receiver,
+            DecodeMetrics(self.registry),
+            decode_note=decode_note,
+            swap_bytes=swap_rows * decode_engine.cache.layout.block_bytes,
+            max_batch=max_batch,
+            max_waiting=max_waiting,
+        )
+        self.prefill.start()
+        self.decode.start()
+
+    def call(
+        self, prompt: Sequence[int], params: SamplingParams, *, request_id: str = "", attempt: int = 1, **options: Any
+    ) -> Call:
+        """Submits to the decode worker; `wait` or `step` takes it on from there."""
+        request_id = request_id or f"request-{next(_NUMBERS)}"
+        call = Call(self, list(prompt), params, request_id, attempt, options)
+        request = DecodeRequest(
+            request_id=request_id,
+            attempt=attempt,
+            token_ids=list(prompt),
+            sampling=params,
+            **{"num_prompt_tokens": len(prompt), "timeout_s": TIMEOUT_S, **options},
+        )
+        self.decode.submit(request, call)
+        return call
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams, **options: Any) -> list[Call]:
+        """All at the same time."""
+        calls = [self.call(prompt, params, **options) for prompt in prompts]
+        pending = list(calls)
+        while pending:
+            for call in pending:
+                while not call.events.empty():
+                    call.step()
+            pending = [
+                call
+                for call in pending
+                if call.ended is None or (call.prefill is not None and call.prefill_end is None)
+            ]
+            time.sleep(0.0005)
+        return calls
+
+    def sample(self, name: str, **labels: str) -> float:
+        """Sum of a metric over the labels not given."""
+        return sum(
+            sample.value
+            for family in self.registry.collect()
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def assert_baseline(self) -> None:
+        end = time.monotonic() + 10
+        while (held := self._held()) and time.monotonic() < end:
+            time.sleep(0.005)
+        assert not held
+
+    def _held(self) -> dict[str, float]:
+        found = {
+            "prefill rows": self.prefill_engine.blocks.num_blocks - self.prefill_engine.blocks.num_free,
+            "decode rows": self.decode_engine.blocks.num_blocks - self.decode_engine.blocks.num_free,
+            "reservations": self.receiver.num_reservations,
+            "prefill requests": self.prefill.num_open,
+            "decode requests": self.decode.num_open,
+            "swap rows": self.sample("twinpool_decode_swap_rows_used"),
+            "reserved": self.sample("twinpool_decode_reservations"),
+            "rows used": self.sample("twinpool_decode_rows_used") + self.sample("twinpool_prefill_rows_used"),
+        }
+        return {name: value for name, value in found.items() if value}
+
+    def close(self) -> None:
+        self.prefill.close()
+        self.decode.close()
+        self.sender.close()
+        self.receiver.close()
+
+
+@contextmanager
+def open_pair(prefill_engine: Engine, decode_engine: Engine, **options: Any) -> Iterator[Pair]:
+    """Fails unless everything is free at the end."""
+    pair = Pair(prefill_engine, decode_engine, **options)
+    try:
+        yield pair
+        pair.assert_baseline()
+        assert pair.prefill.alive
+        assert pair.decode.alive
+    finally:
+        pair.close()
