@@ -1,0 +1,240 @@
+"""One try at one or more choices of a request, on one pair of workers.
+
+1. placed      submitted to the decode worker; waits for its rows (none needed when the first token is the whole answer)
+2. prefilling  Reserved came: the prompt goes to the prefill worker with the transfer target
+3. decoding    first tokens came and are delivered at once; the rows follow to the decode worker, then its tokens
+4. ended       every choice has its finish reason, or a worker failed; both sides are told and the claims released
+
+Tokens may overtake the first token, as they come over another connection: they wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from enum import Enum
+
+from router.choice import Choice
+from router.placement import Pair
+from router.pools import Registry, Worker
+from router.timeline import Timeline
+from router.wire import DecodeEnd, FirstTokens, Job, Token
+from twinpool.errors import (
+    DeadlineExceeded,
+    Duplicate,
+    Internal,
+    InvalidRequest,
+    Overloaded,
+    TransferFailed,
+    TwinpoolError,
+    Unauthenticated,
+    UnknownModel,
+    WorkerLost,
+    by_name,
+)
+
+# What no other worker would answer differently.
+_FINAL = (InvalidRequest, UnknownModel, Duplicate, Unauthenticated, DeadlineExceeded)
+
+
+_TRANSFERRED_GRACE_S = 1.0
+
+
+class Phase(Enum):
+    PLACED = "placed"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    ENDED = "ended"
+
+
+class AttemptFailed(Exception):
+    """The attempt failed in a way that another pair may not; `workers` are to be avoided in the next one."""
+
+    def __init__(self, error: TwinpoolError, workers: Sequence[Worker]) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.worker_ids = [worker.info.worker_id for worker in workers]
+
+
+class Attempt:
+    """Owns its claims on both workers, its prefill call and its place in the decode session until `run` returns."""
+
+    def __init__(
+        self,
+        job: Job,
+        pair: Pair,
+        choices: Sequence[Choice],
+        *,
+        prompt: Sequence[int],
+        deadline: float,
+        timeline: Timeline,
+        registry: Registry,
+        on_tokens: Callable[[Choice, int], None],
+    ) -> None:
+        """`on_tokens(choice, n)` is called after `choice` has taken n tokens in."""
+        self._job = job
+        self._pair = pair
+        self._choices: Mapping[int, Choice] = {choice.index: choice for choice in choices}
+        self._prompt = prompt
+        self._deadline = deadline
+        self._timeline = timeline
+        self._registry = registry
+        self._on_tokens = on_tokens
+        self._loop = asyncio.get_running_loop()
+        self._done: asyncio.Future[None] = self._loop.create_future()
+        self._prefill: asyncio.Task[None] | None = None
+        self._started_at = self._loop.time()
+        self._early: list[Callable[[], None]] = []  # events of the decode worker that overtook the first token
+        self._decoded = False
+        self.cached_tokens: int | None = None  # once the first tokens have come
+        self.phase = Phase.PLACED
+
+    async def run(self) -> None:
+        """Returns when every choice is finished. Raises AttemptFailed, or the error that ends the request."""
+        session = self._pair.decode_session
+        try:
+            if session is None:
+                self.reserved(b"")
+            else:
+                session.submit(self._job, self._remaining_s(), self)
+            await self._done
+            if self._decoded and self._prefill is not None:  # its rows have arrived; the word of it may be under way
+                await asyncio.wait([self._prefill], timeout=_TRANSFERRED_GRACE_S)
+        except WorkerLost as error:  # of submit
+            raise AttemptFailed(error, [self._pair.decode] if self._pair.decode else []) from error
+        finally:
+            self.phase = Phase.ENDED
+            if session is not None:
+                session.cancel(self._job.request_id, self._job.attempt)
+            if self._prefill is not None:
+                self._prefill.cancel()
+                await asyncio.wait([self._prefill])
+            self._pair.release()
+            self._registry.on_change()
+
+    # What the decode worker says.
+
+    def reserved(self, target: bytes) -> None:
+        if self.phase is not Phase.PLACED:
+            return
+        self.phase = Phase.PREFILLING
+        self._pair.reserved()
+        if self._timeline.first_token_at is None:
+            self._timeline.reserve_ms = 1000 * (self._loop.time() - self._started_at)
+        self._prefill = asyncio.ensure_future(self._run_prefill(target))
+
+    def tokens(self, choice: int, tokens: Sequence[Token]) -> None:
+        if self.phase is Phase.PREFILLING:
+            self._early.append(lambda: self.tokens(choice, tokens))
+        elif self.phase is Phase.DECODING and not self._done.done():
+            self._decoded = True
+            self._deliver(choice, tokens)
+
+    def ended(self, end: DecodeEnd) -> None:
+        if self.phase is Phase.PREFILLING and end.reason == "FINISHED":
+            self._early.append(lambda: self.ended(end))
+            return
+        if end.decode_ms:
+            self._timeline.decode_ms = end.decode_ms
+        if self._done.done():
+            return
+        decode = [self._pair.decode] if self._pair.decode is not None else []
+        where = f"decode worker {decode[0].info.worker_id}" if decode else "decode worker"
+        if end.reason == "REJECTED":
+            self._fail(_named(end, InvalidRequest), [], final=True)
+        elif end.reason == "TRANSFER_FAILED":
+            self._fail(_named(end, TransferFailed), [self._pair.prefill, *decode])
+        elif end.reason == "PREEMPTED":
+            self._fail(Overloaded(f"{where} ran out of rows: {end.message}"), decode)
+        else:
+            self._fail(WorkerLost(f"{where} ended the request early ({end.reason}): {end.message}"), decode)
+
+    def decode_lost(self, error: TwinpoolError) -> None:
+        self._fail(error, [self._pair.decode] if self._pair.decode is not None else [])
+
+    # What the prefill worker says.
+
+    async def _run_prefill(self, target: bytes) -> None:
+        worker = self._pair.prefill
+        try:
+            async with aclosing(self._pair.prefill_client.run(self._job, target, self._remaining_s() + 1)) as events:
+                async for event in events:
+                    if isinstance(event, FirstTokens):
+                        self._first_tokens(event)
+                    else:
+                        self._timeline.transferred(event)
+            if not self._done.done() and (self.phase is Phase.PREFILLING or not target):
+                raise Internal(f"prefill worker {worker.info.worker_id} ended the call without an answer")
+            worker.breaker.succeeded()
+        except TwinpoolError as error:
+            if not self._decoded:  # else the rows had arrived before the call failed
+                involved = [worker]
+                if isinstance(error, TransferFailed) and self._pair.decode is not None:
+                    involved.append(self._pair.decode)
+                self._fail(error, involved)
+        except Exception as error:
+            if not self._done.done():
+                self._done.set_exception(error)
+        finally:
+            self._pair.release_prefill()
+            self._registry.on_change()
+
+    def _first_tokens(self, event: FirstTokens) -> None:
+        if self._done.done():
+            return
+        if len(event.tokens) != len(self._choices):
+            raise Internal(f"{len(event.tokens)} first tokens for {len(self._choices)} choices")
+        self.phase = Phase.DECODING
+        self.cached_tokens = event.cached_tokens
+        self._timeline.prefilled(event, self._loop.time())
+        for choice in self._choices.values():
+            if choice.awaits_echo:
+                choice.echo(event.prompt or [Token(token_id) for token_id in self._prompt])
+        for index, token in zip(self._choices, event.tokens, strict=True):
+            self._deliver(index, [token])
+        early, self._early = self._early, []
+        for replay in early:
+            replay()
+
+    # Both.
+
+    def _deliver(self, index: int, tokens: Sequence[Token]) -> None:
+        choice = self._choices.get(index)
+        if choice is None:
+            self._fail(Internal(f"tokens of choice {index}, which was not asked for"), [])
+            return
+        if choice.finished:
+            return
+        taken = choice.accept(tokens)
+        self._on_tokens(choice, taken)
+        if not choice.finished:
+            return
+        session = self._pair.decode_session
+        if all(each.finished for each in self._choices.values()):
+            if self._decoded and self._pair.decode is not None:
+                self._pair.decode.breaker.succeeded()
+            if not self._done.done():
+                self._done.set_result(None)
+        elif session is not None and not tokens[taken - 1].finish_reason:  # a stop string, which the worker cannot see
+            session.cancel(self._job.request_id, self._job.attempt, index)
+
+    def _fail(self, error: TwinpoolError, workers: Sequence[Worker], *, final: bool = False) -> None:
+        if self._done.done():
+            return
+        if final or isinstance(error, _FINAL):
+            self._done.set_exception(error)
+            return
+        if not isinstance(error, Overloaded):  # a full worker is no faulty one
+            for worker in workers:
+                self._registry.failed(worker, error)
+        self._done.set_exception(AttemptFailed(error, workers))
+
+    def _remaining_s(self) -> float:
+        return max(0.0, self._deadline - self._loop.time())
+
+
+def _named(end: DecodeEnd, default: type[TwinpoolError]) -> TwinpoolError:
+    """The error that the worker named, if it is of the expected kind."""
+    kind = by_name(end.error)
+    return (kind if issubclass(kind, default) else default)(end.message)

@@ -1,0 +1,85 @@
+"""One answer to a prompt: from sampled tokens to the deltas that the client gets.
+
+It outlives the attempts that feed it, so detokenizer, stop strings and logprobs go on over a change of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.detokenizer import Detokenizer, TokenBytes
+from router.stop import StopMatcher
+from router.wire import Token
+from twinpool.sampling import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new of one choice. `tokens` are all tokens behind it, whether or not they show in `text` (yet)."""
+
+    index: int
+    text: str
+    tokens: list[Token]
+    finish_reason: FinishReason
+
+
+class Choice:
+    def __init__(self, index: int, sampling: SamplingParams, vocabulary: TokenBytes) -> None:
+        self.index = index
+        self.token_ids: list[int] = []  # sampled so far, on whatever workers
+        self.finish_reason = FinishReason.NONE
+        self._echoes = sampling.echo
+        self._min_tokens = sampling.min_tokens
+        self._detokenizer = Detokenizer(vocabulary, at_start=sampling.echo)
+        self._stops = StopMatcher(sampling.stop)
+        self._text: list[str] = []  # not yet taken
+        self._tokens: list[Token] = []
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not FinishReason.NONE
+
+    @property
+    def awaits_echo(self) -> bool:
+        return self._echoes
+
+    def echo(self, prompt: Sequence[Token]) -> None:
+        """Puts the prompt before the answer. Stop strings do not apply to it."""
+        self._echoes = False
+        self._tokens.extend(prompt)
+        self._text.extend(self._detokenizer.push(token.token_id) for token in prompt)
+
+    def accept(self, tokens: Sequence[Token]) -> int:
+        """Takes sampled tokens in, up to the one that ends the choice; how many were taken."""
+        for number, token in enumerate(tokens):
+            if self.finish_reason is not FinishReason.NONE:
+                return number
+            self._accept(token)
+        return len(tokens)
+
+    def _accept(self, token: Token) -> None:
+        self.token_ids.append(token.token_id)
+        self._tokens.append(token)
+        # the token that ends the sequence is not part of its text
+        text = "" if token.finish_reason is FinishReason.STOP else self._detokenizer.push(token.token_id)
+        if token.finish_reason is not FinishReason.NONE:
+            text += self._detokenizer.finish()
+        stopped = False
+        if len(self.token_ids) > self._min_tokens:  # before, a stop string is text like any other
+            text, stopped = self._stops.push(text)
+        if stopped:
+            self.finish_reason = FinishReason.STOP
+        elif token.finish_reason is not FinishReason.NONE:
+            self.finish_reason = token.finish_reason
+            text += self._stops.flush()
+        if text:
+            self._text.append(text)
+
+    def take(self) -> Delta | None:
+        """All that is new since the last call; None when nothing is."""
+        if not self._tokens:
+            return None
+        delta = Delta(self.index, "".join(self._text), self._tokens, self.finish_reason)
+        self._text, self._tokens = [], []
+        return delta

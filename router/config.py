@@ -1,0 +1,70 @@
+"""The router's options. `python -m router --help` shows them with units, defaults and environment names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from router.classifier import SlaClass
+from service.config import ProcessConfig, option
+from twinpool.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig(ProcessConfig):
+    port: int = option(7070, help="gRPC port; 0 picks a free one", unit="port", minimum=0, maximum=65535)
+    metrics_port: int = option(
+        9070,
+        help="/metrics and /healthz over HTTP; 0 picks a free port, -1 turns it off",
+        unit="port",
+        minimum=-1,
+        maximum=65535,
+    )
+    model: str = option("", help="name of the served model; empty: the name of the tokenizer directory")
+    tokenizer: str = option(
+        "", help="model's directory: tokenizer.json, tokenizer_config.json, config.json", unit="path"
+    )
+    max_context: int = option(
+        0, help="most tokens of prompt and answer; 0: what model and workers allow", unit="tokens", minimum=0
+    )
+    sla_classes: tuple[str, ...] = option(
+        (
+            "interactive:ttft_ms=1000:tpot_ms=100:priority=10:deadline_s=120:queue=256",
+            "batch:ttft_ms=30000:tpot_ms=0:priority=0:deadline_s=1800:queue=1024",
+        ),
+        help="service levels: targets for TTFT and TPOT (0: none), priority, default deadline, queue bound",
+        unit="NAME:KEY=VALUE:...,...",
+    )
+    default_sla_class: str = option("interactive", help="SLA class of requests that name none")
+    long_input: int = option(512, help="prompts from this length on are of input class long", unit="tokens", minimum=1)
+    max_attempts: int = option(3, help="most attempts at one answer, the first included", minimum=1)
+    pool_wait: float = option(
+        0.5, help="how long a request may wait for a worker while a pool is empty", unit="s", minimum=0
+    )
+    prefill_slots: int = option(64, help="most requests this router has at one prefill worker", minimum=1)
+    decode_slots: int = option(256, help="most requests this router has at one decode worker", minimum=1)
+    heartbeat_ms: int = option(1000, help="how often workers report", unit="ms", minimum=10)
+    lease_ms: int = option(4000, help="a worker that does not report for this long is forgotten", unit="ms", minimum=20)
+    drain: float = option(30.0, help="at SIGTERM, time that running requests have to end", unit="s", minimum=0)
+
+    def __post_init__(self) -> None:
+        if not self.tokenizer:
+            raise ConfigError(
+                "--tokenizer or TWINPOOL_TOKENIZER must name the model's directory (tokenizer.json, config.json)",
+                field="tokenizer",
+            )
+        if self.lease_ms < 2 * self.heartbeat_ms:
+            raise ConfigError(
+                f"lease_ms is {self.lease_ms}: allowed is at least twice heartbeat_ms ({self.heartbeat_ms})",
+                field="lease_ms",
+            )
+        names = [sla.name for sla in self.parsed_classes()]
+        if len(set(names)) != len(names):
+            raise ConfigError(f"sla_classes: {', '.join(names)} has a name twice", field="sla_classes")
+        if self.default_sla_class not in names:
+            raise ConfigError(
+                f"default_sla_class is {self.default_sla_class!r}: allowed is one of {', '.join(names)}",
+                field="default_sla_class",
+            )
+
+    def parsed_classes(self) -> tuple[SlaClass, ...]:
+        return tuple(SlaClass.parse(text) for text in self.sla_classes)

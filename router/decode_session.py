@@ -1,0 +1,112 @@
+"""One decode worker: a single stream carries all requests of this router to it and their tokens back.
+
+1. the first submit opens the stream; commands wait in a queue that one task writes from, so their order is kept
+2. each message from the worker holds one step's events of many requests; each event goes to its request's listener
+3. when the stream ends, whatever the cause, every request on it is told at once that the worker is lost
+4. the next submit opens a new stream
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import grpc
+
+from router import wire
+from router.wire import DecodeEnd, Job, Token
+from twinpool.errors import TwinpoolError, WorkerLost
+from twinpool.v1 import worker_pb2, worker_pb2_grpc
+
+
+class Listener(Protocol):
+    """What a request does with the events of its attempt. Called on the event loop; must not block."""
+
+    def reserved(self, target: bytes) -> None: ...
+    def tokens(self, choice: int, tokens: Sequence[Token]) -> None: ...
+    def ended(self, end: DecodeEnd) -> None: ...
+    def decode_lost(self, error: TwinpoolError) -> None: ...
+
+
+class DecodeSession:
+    def __init__(self, worker_id: str, channel: grpc.aio.Channel) -> None:
+        self._worker_id = worker_id
+        self._channel = channel
+        self._stub = worker_pb2_grpc.DecodeStub(channel)
+        self._commands: asyncio.Queue[worker_pb2.DecodeCommand] = asyncio.Queue()
+        self._listeners: dict[tuple[str, int], Listener] = {}
+        self._stream: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def submit(self, job: Job, timeout_s: float, listener: Listener) -> None:
+        """Asks for rows for `job`; `listener` hears of it until the end or until `forget`. Raises WorkerLost."""
+        if self._closed:
+            raise WorkerLost(f"decode worker {self._worker_id} has left")
+        if self._stream is None:
+            self._commands = asyncio.Queue()  # what an ended stream left unsent died with it
+            self._stream = asyncio.ensure_future(self._run(self._commands))
+        self._listeners[job.request_id, job.attempt] = listener
+        self._commands.put_nowait(wire.decode_submit(job, timeout_s))
+
+    def cancel(self, request_id: str, attempt: int, choice: int | None = None) -> None:
+        """Ends an attempt, or one choice of it. Idempotent; the listener of a cancelled attempt hears no more."""
+        if choice is None:
+            known = self._listeners.pop((request_id, attempt), None) is not None
+        else:
+            known = (request_id, attempt) in self._listeners
+        if known:
+            self._commands.put_nowait(wire.decode_cancel(request_id, attempt, choice))
+
+    async def close(self) -> None:
+        """Ends the stream and the channel; requests still on it are told that the worker is lost."""
+        self._closed = True
+        if self._stream is not None:
+            self._stream.cancel()
+            await asyncio.wait([self._stream])
+        await self._channel.close()
+
+    async def _run(self, commands: asyncio.Queue[worker_pb2.DecodeCommand]) -> None:
+        reason = "it left"
+        call = self._stub.Session()
+        writer = asyncio.ensure_future(_write(call, commands))
+        try:
+            async for message in call:
+                for event in message.events:
+                    self._dispatch(event)
+            reason = "it ended the stream"
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+        finally:
+            call.cancel()
+            writer.cancel()
+            await asyncio.wait([writer])
+            self._stream = None
+            self._lose(WorkerLost(f"decode worker {self._worker_id} was lost: {reason}"))
+
+    def _dispatch(self, event: worker_pb2.DecodeEvent) -> None:
+        key = (event.request_id, event.attempt)
+        listener = self._listeners.get(key)
+        if listener is None:
+            return  # cancelled here while the event was on its way
+        kind = event.WhichOneof("event")
+        if kind == "tokens":
+            listener.tokens(event.tokens.choice, [wire.token(each) for each in event.tokens.tokens])
+        elif kind == "reserved":
+            listener.reserved(event.reserved.transfer_target)
+        elif kind == "ended":
+            del self._listeners[key]
+            listener.ended(wire.decode_end(event.ended))
+
+    def _lose(self, error: TwinpoolError) -> None:
+        listeners, self._listeners = list(self._listeners.values()), {}
+        for listener in listeners:
+            listener.decode_lost(error)
+
+
+async def _write(call: Any, commands: asyncio.Queue[worker_pb2.DecodeCommand]) -> None:
+    try:
+        while True:
+            await call.write(await commands.get())
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        return  # the stream has ended; its reader says why

@@ -1,0 +1,107 @@
+"""The router's figures for Prometheus. Latencies are as the client could see them: measured here, from arrival."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from service.metrics import REQUEST_SECONDS, TOKEN_SECONDS, TOKENS
+
+
+class RouterMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests = Counter(
+            "twinpool_router_requests_total",
+            "Requests that ended, by outcome: finished, cancelled, or the class of the error.",
+            ["sla_class", "outcome"],
+            registry=registry,
+        )
+        self.retries = Counter(
+            "twinpool_router_retries_total", "Attempts that failed and were repeated.", ["error"], registry=registry
+        )
+        self.queue = Histogram(
+            "twinpool_router_queue_seconds",
+            "From arrival to the placement on a pair of workers.",
+            ["sla_class"],
+            buckets=REQUEST_SECONDS,
+            registry=registry,
+        )
+        self.ttft = Histogram(
+            "twinpool_router_ttft_seconds",
+            "From arrival to the first token.",
+            ["sla_class", "input_class"],
+            buckets=REQUEST_SECONDS,
+            registry=registry,
+        )
+        self.tpot = Histogram(
+            "twinpool_router_tpot_seconds",
+            "Mean time between the tokens of an answer after its first.",
+            ["sla_class", "input_class"],
+            buckets=TOKEN_SECONDS,
+            registry=registry,
+        )
+        self._itl = Histogram(
+            "twinpool_router_itl_seconds",
+            "Time between one token and the next of a choice.",
+            ["sla_class"],
+            buckets=TOKEN_SECONDS,
+            registry=registry,
+        )
+        self.duration = Histogram(
+            "twinpool_router_request_seconds",
+            "From arrival to the end, of finished requests.",
+            ["sla_class", "input_class"],
+            buckets=REQUEST_SECONDS,
+            registry=registry,
+        )
+        self.prompt_length = Histogram(
+            "twinpool_router_prompt_length_tokens", "Prompt tokens of a request.", buckets=TOKENS, registry=registry
+        )
+        self.prompt_tokens = Counter(
+            "twinpool_router_prompt_tokens_total", "Prompt tokens of requests.", ["sla_class"], registry=registry
+        )
+        self.cached_tokens = Counter(
+            "twinpool_router_cached_tokens_total",
+            "Prompt tokens found in a prefix cache.",
+            ["sla_class"],
+            registry=registry,
+        )
+        self.completion_tokens = Counter(
+            "twinpool_router_completion_tokens_total", "Tokens of answers.", ["sla_class"], registry=registry
+        )
+        self.transfer_bytes = Counter(
+            "twinpool_router_transfer_bytes_total", "KV bytes moved for requests that ended.", registry=registry
+        )
+        self.queued = Gauge(
+            "twinpool_router_queued", "Requests that wait for workers.", ["sla_class"], registry=registry
+        )
+        self.running = Gauge("twinpool_router_running", "Requests placed and not ended.", registry=registry)
+        self.workers = Gauge(
+            "twinpool_router_workers", "Workers that have joined.", ["pool", "state"], registry=registry
+        )
+        self._itl_of_class: dict[str, Histogram] = {}
+
+    def itl(self, sla_class: str, seconds: float, count: int) -> None:
+        """`count` tokens came, `seconds` apart each. On the path of every token, hence the cached label lookup."""
+        histogram = self._itl_of_class.get(sla_class)
+        if histogram is None:
+            histogram = self._itl_of_class[sla_class] = self._itl.labels(sla_class)
+        for _ in range(count):
+            histogram.observe(seconds)
+
+    def watch(
+        self,
+        sla_classes: Iterable[str],
+        queued: Callable[[str], int],
+        running: Callable[[], int],
+        workers: Callable[[str, str], int],
+    ) -> None:
+        """Reads the gauges from the router's own state whenever they are scraped."""
+        for name in sla_classes:
+            self.queued.labels(name).set_function(partial(queued, name))
+        self.running.set_function(running)
+        for pool in ("prefill", "decode"):
+            for state in ("ready", "draining", "suspect"):
+                self.workers.labels(pool, state).set_function(partial(workers, pool, state))

@@ -1,0 +1,266 @@
+"""Both pools as this router knows them: who has joined, until when its lease runs, how it fares.
+
+The state is soft: workers report it, and it is rebuilt from their reports after a restart of the router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Protocol
+
+from router.breaker import Breaker
+from twinpool.errors import Incompatible, TransferFailed, TwinpoolError, Unavailable
+
+logger = logging.getLogger(__name__)
+
+
+class Pool(IntEnum):
+    """The numbers are those of the public API's enum."""
+
+    PREFILL = 1
+    DECODE = 2
+
+
+class WorkerState(IntEnum):
+    """The numbers are those of the public API's enum."""
+
+    READY = 1
+    DRAINING = 2
+    SUSPECT = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """What a worker says about itself once; the fields are those of the protocol's WorkerInfo."""
+
+    worker_id: str
+    incarnation: int
+    pool: Pool
+    address: str
+    model: str
+    fingerprint: str
+    version: str
+    block_size: int
+    max_context: int
+    rows_total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLoad:
+    """One report; the fields are those of the protocol's WorkerLoad."""
+
+    running: int = 0
+    waiting: int = 0
+    rows_free: int = 0
+    tokens_per_s: float = 0.0
+    waiting_tokens: int = 0
+    draining: bool = False
+
+
+class Link(Protocol):
+    """The connection to a worker: a decode session or a prefill client."""
+
+    async def close(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """What one request of this router takes of a worker, until `Worker.release`. Reports lag; claims do not."""
+
+    tokens: int
+    rows: int
+    probe: bool
+    reported: bool = False  # a report that came after the worker set the rows aside counts them already
+    reserved: bool = False
+
+
+class Worker:
+    """One worker that has joined. Written by the registry, by placement (claims) and by attempts (how calls ended)."""
+
+    def __init__(self, info: WorkerInfo, link: Any, clock: Callable[[], float]) -> None:
+        self.info = info
+        self.link = link  # DecodeSession or PrefillClient, by pool
+        self.load: WorkerLoad | None = None  # unknown until the first report, which is not the same as idle
+        self.connected = True  # its Join stream is open
+        self.stream: object = None  # the one that counts, of possibly several; the registry's server writes it
+        self.lease_ends = 0.0
+        self.joined_at = clock()
+        self.last_claim_at = 0.0
+        self.claims: set[Claim] = set()
+        self.breaker = Breaker(clock)
+        self._clock = clock
+
+    @property
+    def state(self) -> WorkerState:
+        if self.load is not None and self.load.draining:
+            return WorkerState.DRAINING
+        usable = self.connected and self.load is not None and self.breaker.allows
+        return WorkerState.READY if usable else WorkerState.SUSPECT
+
+    @property
+    def rows_free(self) -> int:
+        """Rows that a new request could take: the last report less what it cannot know of yet."""
+        free = self.load.rows_free if self.load is not None else 0
+        return free - sum(claim.rows for claim in self.claims if not claim.reported)
+
+    @property
+    def requests(self) -> int:
+        """Requests it has: this router's, or all that it reported, whichever is more."""
+        reported = self.load.running + self.load.waiting if self.load is not None else 0
+        return max(len(self.claims), reported)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens it has to compute: this router's, or all that it reported, whichever is more."""
+        reported = self.load.waiting_tokens if self.load is not None else 0
+        return max(sum(claim.tokens for claim in self.claims), reported)
+
+    def claim(self, *, tokens: int, rows: int) -> Claim:
+        claim = Claim(tokens=tokens, rows=rows, probe=self.breaker.begin())
+        self.claims.add(claim)
+        self.last_claim_at = self._clock()
+        return claim
+
+    def release(self, claim: Claim) -> None:
+        """Idempotent."""
+        if claim in self.claims:
+            self.claims.remove(claim)
+            if claim.probe:
+                self.breaker.end_probe()
+
+    def reported(self, load: WorkerLoad) -> None:
+        self.load = load
+        for claim in self.claims:
+            claim.reported = claim.reserved
+
+    def failed(self, error: TwinpoolError) -> None:
+        """Counts a fault of this worker; the connection to it is gone when the error is a plain Unavailable."""
+        lost = isinstance(error, Unavailable) and not isinstance(error, TransferFailed)
+        self.breaker.failed(connection_lost=lost)
+
+
+class Registry:
+    """The workers of both pools. `on_change` is called after anything that may let a waiting request start."""
+
+    def __init__(
+        self, model: str, connect: Callable[[WorkerInfo], Link], *, lease_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._model = model
+        self._connect = connect
+        self._lease_s = lease_s
+        self._clock = clock
+        self._workers: dict[str, Worker] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._pauses: dict[Worker, asyncio.TimerHandle] = {}
+        self.on_change: Callable[[], None] = lambda: None
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers.values())
+
+    def pool(self, pool: Pool) -> list[Worker]:
+        return [worker for worker in self._workers.values() if worker.info.pool is pool]
+
+    def max_context(self, model_limit: int) -> int:
+        """Most tokens of prompt and answer that any pair of workers can hold; `model_limit` while there is none."""
+        return min((worker.info.max_context for worker in self if worker.info.max_context), default=model_limit)
+
+    def join(self, info: WorkerInfo) -> Worker:
+        """A worker opens its stream. Raises Incompatible, with the reason, when it cannot belong here."""
+        self._check(info)
+        known = self._workers.get(info.worker_id)
+        if known is not None and known.info.incarnation > info.incarnation:
+            raise Incompatible(
+                f"worker {info.worker_id} of incarnation {info.incarnation} was replaced by {known.info.incarnation}; "
+                "two processes share this worker id"
+            )
+        if known is not None and known.info == info:
+            known.connected = True  # the same process again, after its stream broke
+        else:
+            if known is not None:
+                self._forget(known, "a new incarnation has joined")
+            known = self._workers[info.worker_id] = Worker(info, self._connect(info), self._clock)
+            logger.info("worker joined", extra={"worker": info.worker_id, "pool": info.pool.name.lower()})
+        known.lease_ends = self._clock() + self._lease_s
+        self.on_change()
+        return known
+
+    def report(self, worker: Worker, load: WorkerLoad) -> None:
+        """A heartbeat. Raises Unavailable when the lease ended before it came: the worker has to join again."""
+        if self._workers.get(worker.info.worker_id) is not worker:
+            raise Unavailable(f"the lease of worker {worker.info.worker_id} has ended; join again")
+        worker.reported(load)
+        worker.lease_ends = self._clock() + self._lease_s
+        self.on_change()
+
+    def left(self, worker: Worker) -> None:
+        """Its stream ended. A drained worker is done; any other has the rest of its lease to come back."""
+        worker.connected = False
+        drained = worker.load is not None and worker.load.draining and not worker.claims
+        if drained and self._workers.get(worker.info.worker_id) is worker:
+            self._forget(worker, "drained")
+        self.on_change()
+
+    def failed(self, worker: Worker, error: TwinpoolError) -> None:
+        """A call to `worker` failed by its fault; when it may be tried again, whoever waits is told."""
+        worker.failed(error)
+        if (pending := self._pauses.pop(worker, None)) is not None:
+            pending.cancel()
+        if worker.breaker.pause_s and self._workers.get(worker.info.worker_id) is worker:
+            loop = asyncio.get_running_loop()
+            self._pauses[worker] = loop.call_later(worker.breaker.pause_s + 0.001, self._pause_over, worker)
+            logger.warning(
+                "worker suspect",
+                extra={
+                    "worker": worker.info.worker_id,
+                    "pause_s": round(worker.breaker.pause_s, 3),
+                    "reason": error.message,
+                },
+            )
+        self.on_change()
+
+    def expire(self) -> None:
+        """Forgets workers whose lease is over; called a few times per lease."""
+        now = self._clock()
+        for worker in [worker for worker in self if worker.lease_ends <= now]:
+            self._forget(worker, f"no report for {self._lease_s:g} s")
+        self.on_change()
+
+    async def close(self) -> None:
+        for worker in list(self):
+            self._forget(worker, "the router stops")
+        await asyncio.gather(*self._closing)
+
+    def _check(self, info: WorkerInfo) -> None:
+        if not info.worker_id or not info.address:
+            raise Incompatible("worker_id and address must be set")
+        if info.model != self._model:
+            raise Incompatible(
+                f"worker {info.worker_id} serves model {info.model!r}, this router {self._model!r}; "
+                "start the worker with --model-name, or join another router"
+            )
+        if not info.fingerprint or info.block_size < 1 or info.rows_total < 1:
+            raise Incompatible(f"worker {info.worker_id} lacks fingerprint, block_size or rows_total")
+
+    def _pause_over(self, worker: Worker) -> None:
+        self._pauses.pop(worker, None)
+        self.on_change()
+
+    def _forget(self, worker: Worker, reason: str) -> None:
+        del self._workers[worker.info.worker_id]
+        if (pending := self._pauses.pop(worker, None)) is not None:
+            pending.cancel()
+        logger.info("worker left", extra={"worker": worker.info.worker_id, "reason": reason})
+        task = asyncio.ensure_future(_close(worker.link.close(), worker.info.worker_id))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+
+async def _close(closing: Awaitable[None], worker_id: str) -> None:
+    try:
+        await closing
+    except Exception:
+        logger.exception("closing a connection failed", extra={"worker": worker_id})

@@ -1,0 +1,49 @@
+"""Where workers join (twinpool.v1.Registry): one stream a worker, whose reports keep its lease alive."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+
+from router import wire
+from router.pools import Registry, Worker
+from twinpool.errors import InvalidRequest
+from twinpool.v1 import worker_pb2
+from twinpool.v1.worker_pb2_grpc import RegistryServicer
+
+
+class RegistryServer(RegistryServicer):
+    def __init__(self, registry: Registry, *, heartbeat_ms: int, lease_ms: int) -> None:
+        self._registry = registry
+        self._terms = worker_pb2.RegistryReply(heartbeat_ms=heartbeat_ms, lease_ms=lease_ms)
+        self._streams: set[asyncio.Task[Any]] = set()
+
+    async def Join(self, requests: Any, context: Any) -> None:
+        first = await context.read()
+        if first is grpc.aio.EOF or not first.HasField("info"):
+            raise InvalidRequest("the first message must hold info", field="info")
+        worker = self._registry.join(wire.worker_info(first.info))
+        stream = asyncio.current_task()
+        assert stream is not None
+        worker.stream = stream
+        self._streams.add(stream)
+        try:
+            self._take(worker, first)
+            await context.write(self._terms)
+            while (report := await context.read()) is not grpc.aio.EOF:
+                self._take(worker, report)
+        finally:
+            self._streams.discard(stream)
+            if worker.stream is stream:  # else a newer stream of the same process has taken over
+                self._registry.left(worker)
+
+    def close(self) -> None:
+        """Ends every stream; the workers go on looking for a router."""
+        for stream in list(self._streams):
+            stream.cancel()
+
+    def _take(self, worker: Worker, report: worker_pb2.WorkerReport) -> None:
+        if report.HasField("load"):
+            self._registry.report(worker, wire.worker_load(report.load))

@@ -1,0 +1,243 @@
+"""One request from arrival to its one end: queued, then one or more attempts, then finished, an error or cancelled.
+
+A failed attempt leaves its choices with the tokens that the client already has. They are attempted again as what
+they are now, a longer prompt: all together as long as nothing was delivered, else each choice on its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+
+from router.admission import Admission
+from router.attempt import Attempt, AttemptFailed
+from router.choice import Choice, Delta
+from router.classifier import SlaClass
+from router.detokenizer import TokenBytes
+from router.metrics import RouterMetrics
+from router.placement import Demand
+from router.pools import Registry
+from router.timeline import Timeline
+from router.wire import Job
+from twinpool.errors import DeadlineExceeded, PoolEmpty, TransferFailed, TwinpoolError, WorkerLost
+from twinpool.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What is to be done: validated, tokenized and classified. `sampling` has its seed and max_tokens set."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    sla: SlaClass
+    input_class: str
+    priority: int
+    arrived_at: float  # seconds on the event loop's clock, as the deadline
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+class Request:
+    """Runs from `start` to `close`; `deltas` and `finish` are the two ways to take its answer."""
+
+    def __init__(
+        self,
+        ask: Ask,
+        vocabulary: TokenBytes,
+        *,
+        admission: Admission,
+        registry: Registry,
+        metrics: RouterMetrics,
+        max_attempts: int,
+    ) -> None:
+        self.ask = ask
+        self.vocabulary = vocabulary
+        self.choices = [Choice(index, ask.sampling, vocabulary) for index in range(ask.sampling.n)]
+        self.timeline = Timeline(ask.arrived_at, ask.sla.name, ask.input_class)
+        self.outcome = ""  # "finished", "cancelled" or the class of the error; empty while it runs
+        self.error = ""  # its message
+        self._admission = admission
+        self._registry = registry
+        self._metrics = metrics
+        self._max_attempts = max_attempts
+        self._cached_tokens: int | None = None  # of the first prefill, the one that saw the bare prompt
+        self._avoid: set[str] = set()
+        self._last_token_at: list[float | None] = [None] * ask.sampling.n
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+
+    def start(self) -> None:
+        self._task = asyncio.ensure_future(self._run())
+        self._task.add_done_callback(lambda _: self._changed.set())
+
+    async def deltas(self) -> AsyncIterator[list[Delta]]:
+        """What is new, as soon as there is anything; what a slow client has not taken yet is merged.
+
+        Raises the error that ended the request, after everything that came before it.
+        """
+        assert self._task is not None, "not started"
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            done = self._task.done()
+            if fresh := [delta for choice in self.choices if (delta := choice.take()) is not None]:
+                yield fresh
+            if done:
+                break
+        await self._task
+
+    async def finish(self) -> list[Delta]:
+        """The whole answer at once, one delta per choice. Raises the error that ended the request."""
+        assert self._task is not None, "not started"
+        await asyncio.shield(self._task)  # `close` is what cancels it
+        return [delta for choice in self.choices if (delta := choice.take()) is not None]
+
+    async def close(self) -> None:
+        """Cancels what still runs, on both workers, and settles the outcome. Idempotent."""
+        task = self._task
+        if task is None or self.outcome:
+            return
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+        self.timeline.ended_at = self._loop.time()
+        if task.cancelled():
+            late = self.timeline.ended_at >= self.ask.deadline  # gRPC's own deadline was faster than ours
+            self.outcome = DeadlineExceeded.__name__ if late else "cancelled"
+        else:
+            error = task.exception()
+            self.outcome = type(error).__name__ if error is not None else "finished"
+            self.error = str(error) if error is not None else ""
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=len(self.ask.prompt),
+            cached_tokens=min(self._cached_tokens or 0, len(self.ask.prompt)),
+            completion_tokens=sum(len(choice.token_ids) for choice in self.choices),
+        )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest choice."""
+        return max(len(choice.token_ids) for choice in self.choices)
+
+    async def _run(self) -> None:
+        try:
+            async with asyncio.timeout_at(self.ask.deadline):
+                await self._serve(self.choices, [])
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"request {self.ask.request_id} ran into its deadline after "
+                f"{self._loop.time() - self.ask.arrived_at:.3g} s, {self._progress()}"
+            ) from None
+
+    async def _serve(self, choices: Sequence[Choice], failures: Sequence[TwinpoolError]) -> None:
+        """Attempts `choices` until they are finished; `failures` are those of the attempts made at them before."""
+        while choices:
+            try:
+                await self._attempt(choices, resumption=bool(failures))
+            except AttemptFailed as failure:
+                failures = [*failures, failure.error]
+                self._avoid.update(failure.worker_ids)
+                if len(failures) >= self._max_attempts:
+                    raise _exhausted(failures, "no more are allowed") from failure
+                self._metrics.retries.labels(type(failure.error).__name__).inc()
+            except PoolEmpty as empty:
+                if not failures:
+                    raise
+                raise _exhausted(failures, empty.message) from empty
+            choices = [choice for choice in choices if not choice.finished]
+            if len(choices) > 1 and choices[0].token_ids:
+                await self._serve_each(choices, failures)
+                return
+
+    async def _serve_each(self, choices: Sequence[Choice], failures: Sequence[TwinpoolError]) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for choice in choices:
+                    group.create_task(self._serve([choice], failures))
+        except BaseExceptionGroup as several:
+            raise several.exceptions[0] from several
+
+    async def _attempt(self, choices: Sequence[Choice], *, resumption: bool) -> None:
+        ask, timeline = self.ask, self.timeline
+        pair = await self._admission.place(
+            self._demand(choices), ask.sla, priority=ask.priority, deadline=ask.deadline, resumption=resumption
+        )
+        timeline.attempts += 1
+        timeline.placed_at = timeline.placed_at or self._loop.time()
+        timeline.prefill_worker = pair.prefill.info.worker_id
+        timeline.decode_worker = pair.decode.info.worker_id if pair.decode is not None else ""
+        attempt = Attempt(
+            self._job(choices, timeline.attempts),
+            pair,
+            choices,
+            prompt=ask.prompt,
+            deadline=ask.deadline,
+            timeline=timeline,
+            registry=self._registry,
+            on_tokens=self._on_tokens,
+        )
+        try:
+            await attempt.run()
+        finally:
+            if self._cached_tokens is None:
+                self._cached_tokens = attempt.cached_tokens
+
+    def _demand(self, choices: Sequence[Choice]) -> Demand:
+        delivered = len(choices[0].token_ids)
+        return Demand(
+            num_tokens=len(self.ask.prompt) + delivered,
+            num_choices=len(choices),
+            max_new_tokens=(self.ask.sampling.max_tokens or 1) - delivered,
+            avoid=frozenset(self._avoid),
+        )
+
+    def _job(self, choices: Sequence[Choice], attempt: int) -> Job:
+        ask, first = self.ask, choices[0]
+        return Job(
+            request_id=ask.request_id,
+            attempt=attempt,
+            token_ids=(*ask.prompt, *first.token_ids),
+            num_prompt_tokens=len(ask.prompt),
+            sampling=replace(ask.sampling, n=len(choices), echo=first.awaits_echo),
+            first_choice=first.index,
+            input_class=ask.input_class,
+            sla_class=ask.sla.name,
+            priority=ask.priority,
+            tpot_target_ms=ask.sla.tpot_ms,
+        )
+
+    def _on_tokens(self, choice: Choice, count: int) -> None:
+        now, ask = self._loop.time(), self.ask
+        last = self._last_token_at[choice.index]
+        if last is not None:
+            self._metrics.itl(ask.sla.name, (now - last) / count, count)
+        elif self.timeline.last_token_at is None:
+            self._metrics.ttft.labels(ask.sla.name, ask.input_class).observe(now - ask.arrived_at)
+        self._last_token_at[choice.index] = self.timeline.last_token_at = now
+        self._changed.set()
+
+    def _progress(self) -> str:
+        if self.timeline.placed_at is None:
+            return f"in the queue of SLA class {self.ask.sla.name!r}; send it when less is queued, or give it more time"
+        if self.timeline.first_token_at is None:
+            return "before its first token"
+        return f"{self.longest} tokens into its answer"
+
+
+def _exhausted(failures: Sequence[TwinpoolError], why: str) -> TwinpoolError:
+    """What the client gets when attempts have failed and none can follow."""
+    last = failures[-1]
+    kind = TransferFailed if isinstance(last, TransferFailed) else WorkerLost
+    return kind(f"{last.message} ({len(failures)} attempts failed; {why}); send the request again")

@@ -1,0 +1,172 @@
+"""The public API (twinpool.v1.Router): messages in, plain values to the front door, messages out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from router.choice import Delta
+from router.detokenizer import TokenBytes
+from router.front_door import FrontDoor, Question
+from router.pools import Worker
+from router.request import Request
+from router.tokenizer import Tokenizer
+from router.wire import Token
+from service.wire import sampling_from_proto
+from twinpool.errors import InvalidRequest
+from twinpool.v1 import router_pb2 as v1
+from twinpool.v1.router_pb2_grpc import RouterServicer
+
+
+class RouterServer(RouterServicer):
+    def __init__(self, front_door: FrontDoor) -> None:
+        self._front_door = front_door
+
+    async def Generate(self, message: v1.GenerateRequest, context: Any) -> v1.GenerateResponse:
+        async with self._front_door.open(_question(message, context)) as request:
+            deltas = await request.finish()
+            return v1.GenerateResponse(
+                request_id=request.ask.request_id,
+                model=self._front_door.card.name,
+                choices=[_choice(delta, request) for delta in deltas],
+                usage=_usage(request),
+                timeline=_timeline(request),
+            )
+
+    async def GenerateStream(self, message: v1.GenerateRequest, context: Any) -> None:
+        # Writes rather than yields: a client that goes away then cancels this very coroutine, wherever it waits.
+        async with self._front_door.open(_question(message, context)) as request:
+            request_id = request.ask.request_id
+            async for deltas in request.deltas():
+                choices = [_choice_delta(delta, request) for delta in deltas]
+                await context.write(v1.GenerateChunk(request_id=request_id, choices=choices))
+            await context.write(
+                v1.GenerateChunk(request_id=request_id, usage=_usage(request), timeline=_timeline(request))
+            )
+
+    async def Tokenize(self, message: v1.TokenizeRequest, context: Any) -> v1.TokenizeResponse:
+        self._front_door.check_model(message.model)
+        tokenizer = self._front_door.tokenizer
+        if message.WhichOneof("input") == "chat":
+            return v1.TokenizeResponse(token_ids=await tokenizer.encode_chat(_messages(message.chat)))
+        if message.WhichOneof("input") is None:
+            raise InvalidRequest("input is empty: send text or chat", field="input")
+        token_ids = await tokenizer.encode(message.text, special_tokens=not message.no_special_tokens)
+        return v1.TokenizeResponse(token_ids=token_ids)
+
+    async def Detokenize(self, message: v1.DetokenizeRequest, context: Any) -> v1.DetokenizeResponse:
+        self._front_door.check_model(message.model)
+        tokenizer: Tokenizer = self._front_door.tokenizer
+        text = await tokenizer.decode(list(message.token_ids), keep_special_tokens=message.keep_special_tokens)
+        return v1.DetokenizeResponse(text=text)
+
+    async def ListModels(self, message: v1.ListModelsRequest, context: Any) -> v1.ListModelsResponse:
+        card = self._front_door.card
+        return v1.ListModelsResponse(
+            models=[
+                v1.ModelCard(
+                    name=card.name,
+                    context_length=self._front_door.max_context,
+                    vocab_size=card.vocab_size,
+                    architecture=card.architecture,
+                )
+            ]
+        )
+
+    async def GetPools(self, message: v1.GetPoolsRequest, context: Any) -> v1.GetPoolsResponse:
+        now = asyncio.get_running_loop().time()
+        workers = sorted(self._front_door.registry, key=lambda worker: (worker.info.pool, worker.info.worker_id))
+        return v1.GetPoolsResponse(
+            workers=[_worker_status(worker, now) for worker in workers],
+            queued=self._front_door.queued,
+            running=self._front_door.running,
+        )
+
+
+def _question(message: v1.GenerateRequest, context: Any) -> Question:
+    prompt = message.WhichOneof("prompt")
+    return Question(
+        request_id=message.request_id,
+        model=message.model,
+        text=message.text if prompt == "text" else None,
+        messages=_messages(message.chat) if prompt == "chat" else None,
+        token_ids=list(message.token_ids.ids) if prompt == "token_ids" else None,
+        sampling=sampling_from_proto(message.sampling),
+        seeded=message.sampling.HasField("seed"),
+        sla_class=message.sla_class,
+        priority=message.priority,
+        deadline_ms=message.deadline_ms,
+        call_timeout_s=context.time_remaining(),
+    )
+
+
+def _messages(chat: v1.Chat) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in chat.messages]
+
+
+def _choice(delta: Delta, request: Request) -> v1.Choice:
+    return v1.Choice(
+        index=delta.index,
+        text=delta.text,
+        token_ids=[token.token_id for token in delta.tokens],
+        logprobs=_logprobs(delta.tokens, request),
+        finish_reason=delta.finish_reason,  # type: ignore[arg-type]  # the enum's numbers are FinishReason's
+    )
+
+
+def _choice_delta(delta: Delta, request: Request) -> v1.ChoiceDelta:
+    return v1.ChoiceDelta(
+        index=delta.index,
+        text=delta.text,
+        token_ids=[token.token_id for token in delta.tokens],
+        logprobs=_logprobs(delta.tokens, request),
+        finish_reason=delta.finish_reason,  # type: ignore[arg-type]  # the enum's numbers are FinishReason's
+    )
+
+
+def _logprobs(tokens: Sequence[Token], request: Request) -> list[v1.TokenLogprob] | None:
+    if request.ask.sampling.logprobs is None:
+        return None
+    return [_token_logprob(token, request.vocabulary) for token in tokens]
+
+
+def _token_logprob(token: Token, vocabulary: TokenBytes) -> v1.TokenLogprob:
+    return v1.TokenLogprob(
+        token_id=token.token_id,
+        logprob=token.logprob,
+        text=vocabulary.own[token.token_id],
+        top=[v1.TopLogprob(token_id=each, logprob=value, text=vocabulary.own[each]) for each, value in token.top],
+    )
+
+
+def _usage(request: Request) -> v1.Usage:
+    usage = request.usage
+    return v1.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        completion_tokens=usage.completion_tokens,
+    )
+
+
+def _timeline(request: Request) -> v1.Timeline:
+    fields: dict[str, Any] = request.timeline.fields(request.longest)
+    return v1.Timeline(**fields)
+
+
+def _worker_status(worker: Worker, now: float) -> v1.WorkerStatus:
+    load = worker.load
+    return v1.WorkerStatus(
+        worker_id=worker.info.worker_id,
+        pool=worker.info.pool,  # type: ignore[arg-type]  # the enum's numbers are Pool's
+        address=worker.info.address,
+        state=worker.state,  # type: ignore[arg-type]  # the enum's numbers are WorkerState's
+        running=load.running if load else 0,
+        waiting=load.waiting if load else 0,
+        rows_total=worker.info.rows_total,
+        rows_free=load.rows_free if load else 0,
+        tokens_per_s=load.tokens_per_s if load else 0.0,
+        age_s=now - worker.joined_at,
+        fingerprint=worker.info.fingerprint,
+        version=worker.info.version,
+    )

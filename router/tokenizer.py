@@ -1,0 +1,102 @@
+"""The served model's tokenizer and limits, from its directory: text, chats and token ids, both ways."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+
+from router import chat_template
+from router.detokenizer import TokenBytes
+from twinpool.errors import ConfigError, InvalidRequest
+
+_THREAD_CHARS = 4096  # longer inputs (a millisecond and more) are encoded off the event loop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """What clients are told about the model. Lengths in tokens."""
+
+    name: str
+    context_length: int
+    vocab_size: int
+    architecture: str
+
+    @classmethod
+    def load(cls, name: str, model_dir: Path, max_context: int = 0) -> ModelCard:
+        """Reads config.json; `max_context` (0: none) replaces its own limit. Raises ConfigError on what is missing."""
+        path = model_dir / "config.json"
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+            return cls(
+                name=name,
+                context_length=max_context or int(config["max_position_embeddings"]),
+                vocab_size=int(config["vocab_size"]),
+                architecture=str(config["model_type"]),
+            )
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}; check --tokenizer") from error
+        except KeyError as error:
+            raise ConfigError(f"{path} lacks {error}") from error
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{path} is broken: {error}") from error
+
+
+class Tokenizer:
+    """Encodes and decodes for one model. Methods may be called on the event loop; long inputs go to a thread."""
+
+    def __init__(self, model_dir: Path, vocab_size: int) -> None:
+        """Raises ConfigError when a file is missing or broken."""
+        path = model_dir / "tokenizer.json"
+        if not path.exists():
+            raise ConfigError(f"{path} does not exist; check --tokenizer")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ConfigError(f"{path} is broken: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.tokens = TokenBytes(self._tokenizer, vocab_size)
+        self.vocab_size = vocab_size
+        self._template = chat_template.load(model_dir)
+
+    async def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with the tokens that the tokenizer itself puts around a text unless told otherwise."""
+        if len(text) < _THREAD_CHARS:
+            return self._encode(text, special_tokens)
+        return await asyncio.to_thread(self._encode, text, special_tokens)
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a chat, ready for the assistant's answer. Raises InvalidRequest."""
+        if self._template is None:
+            raise InvalidRequest("chat: this model has no chat template; send text or token ids", field="chat")
+        if not messages:
+            raise InvalidRequest("chat.messages is empty: at least one message is needed", field="chat.messages")
+        return await self.encode(self._template.render(messages), special_tokens=False)  # the template wrote them
+
+    async def decode(self, token_ids: Sequence[int], *, keep_special_tokens: bool = False) -> str:
+        """Text of `token_ids`, as the tokenizers library decodes them at once. Raises InvalidRequest."""
+        self.check(token_ids)
+        if len(token_ids) < _THREAD_CHARS:
+            return self._decode(token_ids, keep_special_tokens)
+        return await asyncio.to_thread(self._decode, token_ids, keep_special_tokens)
+
+    def check(self, token_ids: Sequence[int]) -> None:
+        """Raises InvalidRequest unless every id is in the vocabulary."""
+        worst = max(token_ids, default=0)
+        if worst >= self.vocab_size:
+            raise InvalidRequest(
+                f"token_ids has {worst}: the vocabulary's ids are 0 to {self.vocab_size - 1}", field="token_ids"
+            )
+
+    def _encode(self, text: str, special_tokens: bool) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
+        return ids
+
+    def _decode(self, token_ids: Sequence[int], keep_special_tokens: bool) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=not keep_special_tokens)
+        return text
