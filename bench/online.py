@@ -21,6 +21,7 @@ import secrets
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from bench import machine, workload
 from bench.report import Outcome, Target, summarize, table
@@ -60,7 +61,8 @@ async def drive(args: argparse.Namespace, address: str) -> list[Outcome]:
     outcomes = [Outcome(shape=a.shape.name, sla_class=a.shape.sla_class, due_s=a.at_s) for a in planned]
     async with AsyncClient(address, retries=0, timeout_s=args.timeout) as client:
         lengths = [a.shape.prompt_tokens for a in planned]
-        prompts = await workload.prompts(lengths, secrets.token_hex(4), client.tokenize, client.detokenize, args.seed)
+        tokenize = partial(client.tokenize, special_tokens=False)
+        prompts = await workload.prompts(lengths, secrets.token_hex(4), tokenize, client.detokenize, args.seed)
         jobs = list(zip(prompts, outcomes, strict=True))
         for prompt, outcome in jobs[: len(warm)]:
             await send(client, prompt, outcome, args.max_tokens, time.perf_counter())

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
 import statistics
+from collections.abc import Iterator
 
+import grpc
 import pytest
 
+from bench import online
 from bench.report import Outcome, Target, percentiles, summarize, table
 from bench.workload import Shape, arrivals, parse_mix, prompts
+from tests.twinpool.fake_router import FakeRouter, fail, two_tokens
+from twinpool import errors
+from twinpool.v1 import router_pb2 as v1
 
 SHORT = Shape(name="short", weight=70, prompt_tokens=64, sla_class="interactive")
 LONG = Shape(name="long", weight=30, prompt_tokens=1500, sla_class="batch")
@@ -104,3 +111,33 @@ def test_a_target_of_zero_promises_nothing() -> None:
 def test_percentiles() -> None:
     assert percentiles(range(1, 102)) == {"p50": 51.0, "p90": 91.0, "p99": 100.0}
     assert percentiles([]) == {"p50": None, "p90": None, "p99": None}
+
+
+@pytest.fixture
+def router() -> Iterator[FakeRouter]:
+    fake = FakeRouter()
+    yield fake
+    fake.close()
+
+
+def test_a_run_ends_in_one_json_line_and_counts_every_request(
+    router: FakeRouter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures = [errors.Overloaded("full"), errors.PoolEmpty("no decode worker")]
+
+    def answer(request: v1.GenerateRequest, context: grpc.ServicerContext) -> Iterator[v1.GenerateChunk]:
+        if failures:
+            fail(context, failures.pop())
+        yield from two_tokens(request, context)
+
+    router.answer = answer
+    options = "--rate 200 --requests 20 --mix 50:50 --warmup 0 --long-tokens 100 --max-tokens 2"
+    assert online.main(["--address", router.address, *options.split(" ")]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (summary["requests"], summary["completed"], summary["errors"]) == (20, 18, 2)
+    assert summary["errors_by_kind"] == {"Overloaded": 1, "PoolEmpty": 1}
+    assert summary["output_tokens"] == 36
+    for figure in ("ttft_ms", "tpot_ms", "itl_ms"):
+        assert set(summary[figure]) == {"p50", "p90", "p99"}
+    assert {request.sla_class for request in router.requests} == {"interactive", "batch"}
+    assert all(request.sampling.ignore_eos for request in router.requests)
