@@ -24,7 +24,9 @@ _KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 _library = native.library()
 if _library is None:
-    raise ImportError("the native kernels are not built: run `pip install .` with a C++ compiler, or use the reference backend")
+    raise ImportError(
+        "the native kernels are not built: run `pip install .` with a C++ compiler, or use the reference backend"
+    )
 _linear, _rms_norm, _rope = _library.twinpool_linear, _library.twinpool_rms_norm, _library.twinpool_rope
 _silu_mul, _store_kv, _attention = _library.twinpool_silu_mul, _library.twinpool_store_kv, _library.twinpool_attention
 _set_num_threads = _library.twinpool_set_num_threads
@@ -119,9 +121,7 @@ def add_rms_norm(
     return out, residual
 
 
-def rope(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """q [T, N, D], k [T, M, D], cos and sin [T, D/2] fp32 -> new q, k."""
     tokens, _, head_dim = q.shape
     if head_dim % 2:
@@ -239,15 +239,16 @@ def _cache_args(view: KvView) -> native.KvCacheArgs:
     dtype = _KV_DTYPES.get(k.dtype)
     if dtype is None or v.dtype != k.dtype or (dtype == 2) != (k_scale is not None and v_scale is not None):
         raise TypeError(f"the cache must be int8 with scales, bfloat16 or float32, not {k.dtype} and {v.dtype}")
-    _, num_kv_heads, block_size, head_dim = k.shape
+    num_rows, num_kv_heads, block_size, head_dim = k.shape
     row_bytes = k.stride(0) * k.itemsize
-    dense = (block_size * head_dim, head_dim, 1)
-    fits = k.stride()[1:] == dense and v.shape == k.shape and v.stride() == k.stride()
-    if fits and k_scale is not None and v_scale is not None:
-        strides = (row_bytes // 2, block_size, 1)
-        fits = k_scale.stride() == v_scale.stride() == strides and k_scale.shape == v_scale.shape == k.shape[:3]
-    if not fits:
-        raise ValueError("the planes of a cache row must each be contiguous, and all planes' rows equally far apart")
+    planes = [(k, (block_size * head_dim, head_dim, 1)), (v, (block_size * head_dim, head_dim, 1))]
+    if k_scale is not None and v_scale is not None:
+        planes += [(k_scale, (block_size, 1)), (v_scale, (block_size, 1))]
+    for plane, dense in planes:
+        if plane.shape != k.shape[: plane.dim()] or plane.stride()[1:] != dense:
+            raise ValueError("the planes of a cache row must have one shape and be contiguous")
+        if num_rows > 1 and plane.stride(0) * plane.itemsize != row_bytes:
+            raise ValueError("the rows of all planes of a cache must be equally far apart")
     return native.KvCacheArgs(
         *(dtype, k.data_ptr(), v.data_ptr(), None if k_scale is None else k_scale.data_ptr()),
         *(None if v_scale is None else v_scale.data_ptr(), row_bytes, num_kv_heads, block_size, head_dim),

@@ -17,6 +17,11 @@ from engine.kv_cache import KvView
 NAME = "reference"
 
 
+def set_num_threads(count: int) -> None:
+    """Number of threads, the caller's included, that one operator may use."""
+    torch.set_num_threads(count)
+
+
 @dataclass(frozen=True, slots=True)
 class Linear:
     """A weight as this backend wants it: weight [out, in] and bias [out] or None, in the model's dtype."""
@@ -50,9 +55,7 @@ def add_rms_norm(
     return rms_norm(total, weight, eps), total
 
 
-def rope(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Half-split rotary embedding (pairs i, i + D/2). q [T, N, D], k [T, M, D]; cos, sin [T, D/2] fp32, scaled already."""
 
     def rotate(x: torch.Tensor) -> torch.Tensor:
