@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from twinpool.child import module_command, module_environment
 from twinpool.errors import ConfigError
 
 Progress = Callable[[str, float], None]  # what is going on, and how much of it is done (0 to 1)
@@ -135,9 +136,11 @@ def convert(source: Path, target: Path) -> None:
 
     The converter is a process of its own (this package imports no torch) and draws its progress bar on our stderr.
     """
-    command = [sys.executable, "-m", "engine.convert", str(source), str(target)]
+    command = module_command("engine.convert", str(source), str(target))
     with tempfile.TemporaryFile("w+", errors="replace") as complaints:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, stderr=complaints, text=True)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=2, stderr=complaints, env=module_environment(), text=True
+        )
         with _ended(process, CONVERT_TIMEOUT_S):
             pass
         lines = _lines(complaints)

@@ -1,0 +1,141 @@
+"""One process of a local deployment: its command, its log, whether it serves, how it ended.
+
+Children run in sessions of their own, so that Ctrl-C in a terminal reaches only `twinpool`, which then stops them in
+order; and they are tethered (tether.py), so that none outlives it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from twinpool import errors
+
+_PACKAGES = Path(__file__).resolve().parents[1]  # where router, prefill, decode... are installed beside twinpool
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """`python -m MODULE`, without a look into the working directory: a folder called `router` there is not ours."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def module_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Our environment, with which `module_command` finds our packages."""
+    path = os.pathsep.join(filter(None, [str(_PACKAGES), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, **(extra or {}), "PYTHONPATH": path}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """What a process says about itself once it serves."""
+
+    address: str  # HOST:PORT of its gRPC server
+    metrics_port: int
+
+
+class Child:
+    """A process that is started, and started again, by one thread: the kernel ties it to the thread that started it."""
+
+    def __init__(self, name: str, module: str, options: Sequence[str], folder: Path, env: Mapping[str, str]) -> None:
+        self.name = name
+        self.log_file = folder / f"{name}.log"
+        self.ready_file = folder / f"{name}.ready"
+        self.options = list(options)
+        self._module = module
+        self._env = dict(env)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self.ready_file.unlink(missing_ok=True)
+        command = module_command(self._module, *self.options, "--ready-file", str(self.ready_file))
+        tether = [sys.executable, "-S", str(Path(__file__).with_name("tether.py")), str(os.getpid())]
+        with self.log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*tether, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=module_environment(self._env),
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    @property
+    def status(self) -> int | None:
+        """The exit status, or None while it runs; negative after a signal."""
+        return self._process.poll() if self._process else None
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def ready(self) -> Ready | None:
+        """None until this very process serves."""
+        try:
+            state = json.loads(self.ready_file.read_text())
+        except FileNotFoundError:
+            return None
+        if state["pid"] != self.pid:
+            return None
+        return Ready(address=state["address"], metrics_port=int(state["metrics_port"]))
+
+    def terminate(self) -> None:
+        if self._process is not None and self.running:
+            self._process.terminate()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended within the time."""
+        if self._process is None:
+            return True
+        try:
+            self._process.wait(timeout=max(0.0, timeout_s))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def kill(self) -> None:
+        if self._process is not None and self.running:
+            self._process.kill()
+            self._process.wait()
+
+    def death(self) -> errors.TwinpoolError:
+        """Why it ended, as an error that shows its last words and where to read on."""
+        words = self._last_words()
+        status = self.status or 0
+        if status == 2:  # it could not start as configured, and says so in one line
+            return errors.ConfigError(f"{words} (log: {self.log_file})")
+        how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+        return errors.Internal(f"{self.name} {how}: {words or 'it logged nothing'} (log: {self.log_file})")
+
+    def _last_words(self) -> str:
+        with self.log_file.open("rb") as log:
+            log.seek(max(0, self.log_file.stat().st_size - 8192))
+            lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+        plain = [line for line in lines if not line.startswith("{")]  # a message or a traceback, not a log record
+        return (plain or lines or [""])[-1][:500]
+
+
+def wait_ready(children: Sequence[Child], timeout_s: float) -> None:
+    """Returns when all of them serve; raises the first one's death, or DeadlineExceeded naming who is late."""
+    end = time.monotonic() + timeout_s
+    waiting = list(children)
+    while waiting:
+        for child in waiting:
+            if not child.running:
+                raise child.death()
+        waiting = [child for child in waiting if child.ready is None]
+        if waiting and time.monotonic() > end:
+            late = ", ".join(f"{child.name} (log: {child.log_file})" for child in waiting)
+            raise errors.DeadlineExceeded(f"not ready within {timeout_s:g} s: {late}; allow more with --start-timeout")
+        if waiting:
+            time.sleep(0.05)
