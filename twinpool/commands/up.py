@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     ):
         spec = deployment.spec
         say(
-            f"{spec.model_name} is served at {deployment.address} by {spec.prefill} prefill + {spec.decode} decode workers"
+            f"{spec.model_name} is served at {deployment.address}: {spec.prefill} prefill, {spec.decode} decode workers"
         )
         say(f"  talk     twinpool chat --router {deployment.address}")
         say(f"  watch    twinpool pools --watch --router {deployment.address}")
