@@ -64,7 +64,7 @@ _SERVER_OPTIONS = [
     *_KEEPALIVE,
     *_MESSAGES,
     ("grpc.so_reuseport", 0),  # else a second process would share the port without a word
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1000),
 ]
 _CHANNEL_OPTIONS = [
     *_KEEPALIVE,
