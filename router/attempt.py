@@ -38,7 +38,7 @@ from twinpool.errors import (
 _FINAL = (InvalidRequest, UnknownModel, Duplicate, Unauthenticated, DeadlineExceeded)
 
 
-_TRANSFERRED_GRACE_S = 1.0
+_LAST_WORDS_S = 1.0
 
 
 class Phase(Enum):
@@ -86,7 +86,9 @@ class Attempt:
         self._prefill: asyncio.Task[None] | None = None
         self._started_at = self._loop.time()
         self._early: list[Callable[[], None]] = []  # events of the decode worker that overtook the first token
-        self._decoded = False
+        self._decoded = False  # the decode worker has sent tokens, so the rows have arrived
+        self._ends_itself = False  # the decode worker has finished the last choice and is about to say so
+        self._ended = asyncio.Event()
         self.cached_tokens: int | None = None  # once the first tokens have come
         self.phase = Phase.PLACED
 
@@ -99,8 +101,7 @@ class Attempt:
             else:
                 session.submit(self._job, self._remaining_s(), self)
             await self._done
-            if self._decoded and self._prefill is not None:  # its rows have arrived; the word of it may be under way
-                await asyncio.wait([self._prefill], timeout=_TRANSFERRED_GRACE_S)
+            await self._last_words()
         except WorkerLost as error:  # of submit
             raise AttemptFailed(error, [self._pair.decode] if self._pair.decode else []) from error
         finally:
@@ -112,6 +113,17 @@ class Attempt:
                 await asyncio.wait([self._prefill])
             self._pair.release()
             self._registry.on_change()
+
+    async def _last_words(self) -> None:
+        """Waits for the figures that both workers send about now; only ever for a moment."""
+        try:
+            async with asyncio.timeout(_LAST_WORDS_S):
+                if self._ends_itself:
+                    await self._ended.wait()
+                if self._decoded and self._prefill is not None:
+                    await asyncio.wait([self._prefill])
+        except TimeoutError:
+            return  # the answer is whole; it is only the timeline that lacks a figure
 
     # What the decode worker says.
 
@@ -135,6 +147,7 @@ class Attempt:
         if self.phase is Phase.PREFILLING and end.reason == "FINISHED":
             self._early.append(lambda: self.ended(end))
             return
+        self._ended.set()
         if end.decode_ms:
             self._timeline.decode_ms = end.decode_ms
         if self._done.done():
@@ -214,6 +227,7 @@ class Attempt:
         if all(each.finished for each in self._choices.values()):
             if self._decoded and self._pair.decode is not None:
                 self._pair.decode.breaker.succeeded()
+                self._ends_itself = bool(tokens[taken - 1].finish_reason)
             if not self._done.done():
                 self._done.set_result(None)
         elif session is not None and not tokens[taken - 1].finish_reason:  # a stop string, which the worker cannot see

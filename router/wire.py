@@ -129,7 +129,8 @@ def first_tokens(message: worker_pb2.FirstTokens) -> FirstTokens:
         cached_tokens=message.cached_tokens,
         queue_ms=message.queue_ms,
         prefill_ms=message.prefill_ms,
-        prompt=tuple(map(token, message.prompt_logprobs)),
+        # the first token of a prompt has nothing before it that could predict it
+        prompt=tuple(token(each) if at else Token(each.token_id) for at, each in enumerate(message.prompt_logprobs)),
     )
 
 

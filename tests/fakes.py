@@ -1,0 +1,365 @@
+"""Prefill and decode workers without a model, in the test's own process, that answer over real gRPC.
+
+The "model" is a function of (prompt, choice) to the tokens of the whole answer, so that an answer put together from
+several workers can be told from a wrong one. Faults are scripted: each worker takes the next `Fault` of its list for the next
+request, and works well when the list is empty.
+
+    async with Deployment(router_address) as fakes:
+        prefill = await fakes.prefill("p0")
+        decode = await fakes.decode("d0", step_s=0.001)
+        prefill.faults.append(Fault.REFUSE)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import grpc
+
+from service.registration import Registration, new_incarnation
+from service.serve import Service, Serving, serve
+from twinpool.errors import ChecksumMismatch, Internal, InvalidRequest, Overloaded, TwinpoolError, Unavailable
+from twinpool.v1 import router_pb2, worker_pb2
+from twinpool.v1.worker_pb2_grpc import (
+    DecodeServicer,
+    PrefillServicer,
+    add_DecodeServicer_to_server,
+    add_PrefillServicer_to_server,
+)
+
+STOP, LENGTH = router_pb2.FINISH_REASON_STOP, router_pb2.FINISH_REASON_LENGTH
+Answer = Callable[[Sequence[int], int], Sequence[int]]
+
+
+class Fault(Enum):
+    NONE = auto()  # this one request goes well
+    # prefill
+    REFUSE = auto()  # fails at once with INTERNAL
+    UNAVAILABLE = auto()
+    FULL = auto()  # RESOURCE_EXHAUSTED
+    INVALID = auto()  # the request's own fault
+    TRANSFER = auto()  # fails after the first tokens
+    DIE_AFTER_COMMIT = auto()  # the rows arrive, then the call fails
+    LATE_FIRST = auto()  # the rows arrive and are decoded before the first tokens are told
+    HANG = auto()  # before the first tokens, until cancelled
+    SLOW_TRANSFER = auto()  # after the first tokens, until cancelled
+    WRONG_COUNT = auto()  # one first token too many
+    # decode
+    REJECT = auto()
+    PREEMPT = auto()  # after two tokens
+    FAIL = auto()
+    NO_ROWS = auto()  # never reserves
+    DROP_STREAM = auto()  # after two tokens, with all that is on it
+    TRANSFER_FAILED = auto()  # the rows did not arrive whole
+
+
+def letters(prompt: Sequence[int], choice: int) -> list[int]:
+    """A long answer that differs with prompt and choice; tokens 10 to 99."""
+    state = sum((i + 1) * token for i, token in enumerate(prompt)) + 7919 * choice
+    answer = []
+    for _ in range(400):
+        state = (state * 1103515245 + 12345) % 2**31
+        answer.append(10 + (state >> 8) % 90)
+    return answer
+
+
+@dataclass
+class Fabric:
+    """Stands in for the transfer: targets that decode workers gave out, and the rows that came."""
+
+    answer: Answer = letters
+    targets: dict[bytes, asyncio.Event] = field(default_factory=dict)
+
+    def reserve(self, name: str) -> bytes:
+        self.targets[name.encode()] = asyncio.Event()
+        return name.encode()
+
+    def commit(self, target: bytes) -> None:
+        if target in self.targets:
+            self.targets[target].set()
+
+    def token(self, message: Any, choice: int, position: int) -> worker_pb2.SampledToken:
+        """The token at `position` of the answer to what `message` (PrefillRequest or DecodeSubmit) asks for."""
+        prompt, sampling = list(message.token_ids[: message.num_prompt_tokens]), message.sampling
+        answer = self.answer(prompt, choice)
+        delivered = list(message.token_ids[message.num_prompt_tokens :])
+        assert delivered == list(answer[: len(delivered)]), "resumed with other tokens than were delivered"
+        token_id = answer[position]
+        token = worker_pb2.SampledToken(token_id=token_id)
+        if sampling.HasField("logprobs"):
+            token.logprob = -token_id / 8
+            for rank in range(sampling.logprobs):
+                token.top.add(token_id=token_id + rank, logprob=-rank / 8)
+        if position + 1 == len(answer) or token_id in sampling.stop_token_ids:
+            token.finish_reason = STOP
+        elif position + 1 >= sampling.max_tokens:
+            token.finish_reason = LENGTH
+        return token
+
+
+class Worker:
+    """What both kinds share: a server, a registration, a list of faults. `open` counts what it holds."""
+
+    pool: int
+
+    def __init__(self, name: str, fabric: Fabric, **info: Any) -> None:
+        self.name = name
+        self.fabric = fabric
+        self.faults: list[Fault] = []
+        self.draining = False
+        self.running = 0
+        self.rows_free = 1000
+        self._info = {"model": "fake", "fingerprint": "f", "block_size": 16, "rows_total": 1000, **info}
+        self._serving: Serving | None = None
+        self.registration: Registration | None = None
+
+    def next_fault(self) -> Fault:
+        return self.faults.pop(0) if self.faults else Fault.NONE
+
+    async def start(self, routers: Sequence[str], port: int = 0) -> None:
+        self._serving = await serve([self.service()], host="127.0.0.1", port=port)
+        self.address = f"127.0.0.1:{self._serving.port}"
+        info = worker_pb2.WorkerInfo(
+            **{
+                "worker_id": self.name,
+                "incarnation": new_incarnation(),
+                "pool": self.pool,
+                "address": self.address,
+                "max_context": 2048,
+                **self._info,
+            }
+        )
+        self.registration = Registration(routers=routers, info=info, load=self.load)
+        await self.registration.start()
+
+    async def stop(self) -> None:
+        """Leaves and ends every call at once, as a killed process does."""
+        if self.registration is not None:
+            await self.registration.stop()
+        if self._serving is not None:
+            serving, self._serving = self._serving, None
+            await serving.server.stop(None)
+
+    def load(self) -> worker_pb2.WorkerLoad:
+        return worker_pb2.WorkerLoad(running=self.running, rows_free=self.rows_free, draining=self.draining)
+
+    def service(self) -> Service:
+        raise NotImplementedError
+
+
+class FakePrefill(Worker, PrefillServicer):
+    pool = router_pb2.POOL_PREFILL
+
+    def __init__(self, name: str, fabric: Fabric, **info: Any) -> None:
+        super().__init__(name, fabric, **info)
+        self.requests: list[worker_pb2.PrefillRequest] = []
+        self.cached_tokens = 0
+
+    def service(self) -> Service:
+        return Service(name="twinpool.v1.Prefill", add=add_PrefillServicer_to_server, servicer=self, internal=True)
+
+    async def Run(self, request: worker_pb2.PrefillRequest, context: Any) -> None:
+        self.requests.append(request)
+        self.running += 1
+        try:
+            await self._run(request, context, self.next_fault())
+        finally:
+            self.running -= 1
+
+    async def _run(self, request: worker_pb2.PrefillRequest, context: Any, fault: Fault) -> None:
+        before: dict[Fault, TwinpoolError] = {
+            Fault.REFUSE: Internal("the device is broken"),
+            Fault.UNAVAILABLE: Unavailable("the worker goes away"),
+            Fault.FULL: Overloaded("no room"),
+            Fault.INVALID: InvalidRequest("the prompt is not to my liking", field="prompt"),
+        }
+        if fault in before:
+            raise before[fault]
+        if fault is Fault.HANG:
+            await asyncio.Event().wait()
+        if fault is Fault.LATE_FIRST:
+            self.fabric.commit(request.transfer_target)
+            await asyncio.sleep(0.05)
+        await context.write(worker_pb2.PrefillEvent(first_tokens=self._first(request, fault)))
+        if not request.transfer_target:
+            return
+        if fault is Fault.TRANSFER:
+            raise ChecksumMismatch("row 3 arrived with other bytes")
+        if fault is Fault.SLOW_TRANSFER:
+            await asyncio.Event().wait()
+        self.fabric.commit(request.transfer_target)
+        if fault is Fault.DIE_AFTER_COMMIT:
+            await asyncio.sleep(0.05)
+            raise Unavailable("the worker goes away")
+        done = worker_pb2.Transferred(bytes=4096, rows=2, transfer_ms=3.0, transfer_wait_ms=1.0)
+        await context.write(worker_pb2.PrefillEvent(transferred=done))
+
+    def _first(self, request: worker_pb2.PrefillRequest, fault: Fault) -> worker_pb2.FirstTokens:
+        position = len(request.token_ids) - request.num_prompt_tokens
+        count = request.sampling.n + (fault is Fault.WRONG_COUNT)
+        choices = range(request.first_choice, request.first_choice + count)
+        first = worker_pb2.FirstTokens(
+            tokens=[self.fabric.token(request, choice, position) for choice in choices],
+            cached_tokens=self.cached_tokens,
+            queue_ms=0.25,
+            prefill_ms=0.5,
+        )
+        if request.sampling.echo and request.sampling.HasField("logprobs"):
+            for token_id in request.token_ids:
+                first.prompt_logprobs.add(token_id=token_id, logprob=-token_id / 8)
+        return first
+
+
+@dataclass
+class _Generation:
+    submit: worker_pb2.DecodeSubmit
+    task: asyncio.Task[None] | None = None
+    cancelled_choices: set[int] = field(default_factory=set)
+
+
+class FakeDecode(Worker, DecodeServicer):
+    """Gives a token of every running choice each `step_s`."""
+
+    pool = router_pb2.POOL_DECODE
+
+    def __init__(self, name: str, fabric: Fabric, *, step_s: float = 0.0, **info: Any) -> None:
+        super().__init__(name, fabric, **info)
+        self.step_s = step_s
+        self.submits: list[worker_pb2.DecodeSubmit] = []
+        self.cancels: list[worker_pb2.DecodeCancel] = []
+        self.open: dict[tuple[str, int], _Generation] = {}
+
+    def service(self) -> Service:
+        return Service(name="twinpool.v1.Decode", add=add_DecodeServicer_to_server, servicer=self, internal=True)
+
+    async def Session(self, commands: AsyncIterator[worker_pb2.DecodeCommand], context: Any) -> None:
+        mine: list[_Generation] = []
+        out: asyncio.Queue[worker_pb2.DecodeEvent | None] = asyncio.Queue()
+        reader = asyncio.create_task(self._obey(commands, out, mine))
+        reader.add_done_callback(lambda _: out.put_nowait(None))
+        try:
+            while (event := await out.get()) is not None:
+                await context.write(worker_pb2.DecodeEvents(events=[event]))
+        finally:
+            reader.cancel()
+            for generation in mine:
+                if generation.task is not None:
+                    generation.task.cancel()
+            await asyncio.gather(reader, *(g.task for g in mine if g.task), return_exceptions=True)
+
+    async def _obey(self, commands: AsyncIterator[worker_pb2.DecodeCommand], out: Any, mine: list[_Generation]) -> None:
+        async for command in commands:
+            if command.HasField("submit"):
+                generation = _Generation(command.submit)
+                key = (command.submit.request_id, command.submit.attempt)
+                assert key not in self.open, f"submitted twice: {key}"
+                self.submits.append(command.submit)
+                self.open[key] = generation
+                generation.task = asyncio.create_task(self._generate(generation, out, self.next_fault()))
+                generation.task.add_done_callback(lambda _, key=key: self.open.pop(key))
+                mine.append(generation)
+            else:
+                cancel = command.cancel
+                self.cancels.append(cancel)
+                generation_ = self.open.get((cancel.request_id, cancel.attempt))
+                if generation_ is None:
+                    continue
+                if cancel.HasField("choice"):
+                    generation_.cancelled_choices.add(cancel.choice)
+                elif generation_.task is not None:
+                    generation_.task.cancel()
+
+    async def _generate(self, generation: _Generation, out: Any, fault: Fault) -> None:
+        submit = generation.submit
+
+        def tell(**event: Any) -> None:
+            out.put_nowait(worker_pb2.DecodeEvent(request_id=submit.request_id, attempt=submit.attempt, **event))
+
+        def end(reason: str, error: str = "", message: str = "") -> None:
+            number = worker_pb2.DecodeEnded.Reason.Value("REASON_" + reason)
+            tell(ended=worker_pb2.DecodeEnded(reason=number, error=error, message=message, decode_ms=2.0))
+
+        if fault is Fault.NO_ROWS:
+            await asyncio.Event().wait()
+        if fault is Fault.REJECT:
+            return end("REJECTED", "InvalidRequest", "prompt never fits")
+        if fault is Fault.FAIL:
+            return end("FAILED", "Internal", "the device is broken")
+        target = self.fabric.reserve(f"{self.name}/{submit.request_id}/{submit.attempt}")
+        try:
+            tell(reserved=worker_pb2.Reserved(transfer_target=target))
+            await self.fabric.targets[target].wait()
+        finally:
+            del self.fabric.targets[target]
+        if fault is Fault.TRANSFER_FAILED:
+            return end("TRANSFER_FAILED", "ChecksumMismatch", "row 3 arrived with other bytes")
+        self.running += 1
+        try:
+            await self._decode(generation, tell, fault)
+        finally:
+            self.running -= 1
+        if fault is Fault.PREEMPT:
+            return end("PREEMPTED", "Overloaded", "no rows")
+        if fault is Fault.DROP_STREAM:
+            out.put_nowait(None)
+        else:
+            end("FINISHED")
+
+    async def _decode(self, generation: _Generation, tell: Callable[..., None], fault: Fault) -> None:
+        submit = generation.submit
+        position = len(submit.token_ids) - submit.num_prompt_tokens
+        choices = [
+            choice
+            for choice in range(submit.first_choice, submit.first_choice + submit.sampling.n)
+            if not self.fabric.token(submit, choice, position).finish_reason
+        ]
+        steps = 0
+        while choices := [choice for choice in choices if choice not in generation.cancelled_choices]:
+            if fault in (Fault.PREEMPT, Fault.DROP_STREAM) and steps == 2:
+                return
+            await asyncio.sleep(self.step_s)
+            position, steps = position + 1, steps + 1
+            tokens = {choice: self.fabric.token(submit, choice, position) for choice in choices}
+            for choice, token in tokens.items():
+                tell(tokens=worker_pb2.TokensOut(choice=choice, tokens=[token]))
+            choices = [choice for choice, token in tokens.items() if not token.finish_reason]
+
+
+class Deployment:
+    """Fake workers that join `routers`; all are stopped at the end."""
+
+    def __init__(self, *routers: str, answer: Answer = letters) -> None:
+        self.routers = routers
+        self.fabric = Fabric(answer)
+        self.workers: list[Worker] = []
+
+    async def __aenter__(self) -> Deployment:
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        await asyncio.gather(*(worker.stop() for worker in self.workers))
+
+    async def prefill(self, name: str = "p0", *, port: int = 0, **options: Any) -> FakePrefill:
+        worker = FakePrefill(name, self.fabric, **options)
+        await self._start(worker, port)
+        return worker
+
+    async def decode(self, name: str = "d0", *, port: int = 0, **options: Any) -> FakeDecode:
+        worker = FakeDecode(name, self.fabric, **options)
+        await self._start(worker, port)
+        return worker
+
+    async def _start(self, worker: Worker, port: int) -> None:
+        self.workers.append(worker)
+        await worker.start(self.routers, port)
+
+    @property
+    def held(self) -> list[str]:
+        """What the workers still hold of requests; empty when all is given back."""
+        held = [f"{worker.name} runs {worker.running}" for worker in self.workers if worker.running]
+        held += [f"{w.name} has {list(w.open)}" for w in self.workers if isinstance(w, FakeDecode) and w.open]
+        return held + [f"target {target!r}" for target in self.fabric.targets]
