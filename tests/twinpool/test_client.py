@@ -244,8 +244,6 @@ def _tree(root: type[errors.TwinpoolError]) -> Iterator[type[errors.TwinpoolErro
 
 
 SENT = [kind for kind in _tree(errors.TwinpoolError) if kind is not errors.ConfigError]
-    (kind for kind in _tree(errors.TwinpoolError) if kind is not errors.ConfigError), key=lambda k: k.__name__
-)
 
 
 @pytest.mark.parametrize("kind", SENT)
