@@ -214,12 +214,12 @@ class Outbound:
 
     def _begin_frame(self, link: Link) -> bool:
         self._frame_rows = (0, 0)
-        if self._aborts:
-            link.start(self._aborts.popleft())
-            self._frame_deadline = time.monotonic() + FRAME_GRACE_S
-            self._sending = True
-            return True
-        while self._turns:
+        while self._aborts or self._turns:
+            if self._aborts:
+                link.start(self._aborts.popleft())
+                self._frame_deadline = time.monotonic() + FRAME_GRACE_S
+                self._sending = True
+                return True
             push = self._pushes.get(self._turns.popleft())
             if push is None:
                 continue

@@ -68,11 +68,11 @@ class KvReceiver:
     def start(self) -> None:
         """Raises ConfigError when the address cannot be listened on."""
         self._transport.register(self._regions)
-        self._table.start()
         if not self._cluster_key and self._address[0] not in LOOPBACK:
             log.warning("KV transfers on %s are open to everybody who can connect: set a cluster key", self._address[0])
         self._listener = self._transport.listen(*self._address, self._accept)
         self.endpoint = self._listener.endpoint
+        self._table.start()
 
     def close(self) -> None:
         """Ends every link, thread and reservation (on_failed is called for live ones). Bounded; idempotent."""

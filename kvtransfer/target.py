@@ -81,7 +81,7 @@ class Target:
                 type(group) is str
                 and type(span.first) is int
                 and type(span.size) is int
-                and 0 <= span.first <= span.size
+                and 0 <= span.first <= span.size <= MAX_POSITIONS
                 for group, span in self.spans.items()
             )
         )

@@ -1,0 +1,272 @@
+"""Two connected peers, and a sender that can be made to misbehave frame by frame."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvtransfer import Commit, KvReceiver, KvSender, Push, PushResult, Region, Reservation, handshake, wire
+from kvtransfer.digest import Manifest, commit_context, row_checksum
+from kvtransfer.target import Span, Target
+from kvtransfer.transports.tcp import TcpLink, parse_endpoint
+from twinpool.errors import TransferFailed
+
+KEY = "the cluster's key"
+FINGERPRINT = "model-a/int8"
+PATIENCE_S = 10.0  # for what has to happen soon; nothing asserts how soon
+
+
+def make_regions(seed: int, *, num_layers: int = 3, num_rows: int = 64, row_bytes: int = 1000) -> list[Region]:
+    """Layers of one group "kv", filled with random bytes."""
+    rng = random.Random(seed)
+    return [
+        Region(
+            name=f"layer.{layer}",
+            group="kv",
+            buffer=memoryview(bytearray(rng.randbytes(num_rows * row_bytes))),
+            row_bytes=row_bytes,
+        )
+        for layer in range(num_layers)
+    ]
+
+
+def rows_of(regions: Sequence[Region], rows: Sequence[int]) -> list[list[bytes]]:
+    return [[bytes(region.row(row)) for row in rows] for region in regions]
+
+
+def eventually(condition: Callable[[], object], what: str = "the condition") -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not become true"
+        time.sleep(0.002)
+
+
+class Ends:
+    """Records what a reservation or a push ended with; ending twice is an error of its own."""
+
+    def __init__(self) -> None:
+        self.all: list[Any] = []
+        self._ended = threading.Event()
+
+    def __call__(self, end: Commit | TransferFailed | PushResult) -> None:
+        self.all.append(end)
+        self._ended.set()
+
+    @property
+    def is_set(self) -> bool:
+        return self._ended.is_set()
+
+    def wait(self) -> Any:
+        assert self._ended.wait(PATIENCE_S), "no end"
+        assert len(self.all) == 1
+        return self.all[0]
+
+
+class Counters:
+    """A TransferMetrics that remembers."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.bytes = 0
+        self.ends: list[tuple[str, str | None]] = []
+        self.depths: list[int] = []
+        self.refusals: list[str] = []
+
+    def moved(self, peer: str, rows: int, num_bytes: int) -> None:
+        self.rows += rows
+        self.bytes += num_bytes
+
+    def finished(self, peer: str, seconds: float, error: str | None) -> None:
+        assert seconds >= 0
+        self.ends.append((peer, error))
+
+    def queued(self, peer: str, rows: int) -> None:
+        self.depths.append(rows)
+
+    def refused(self, peer: str, error: str) -> None:
+        self.refusals.append(error)
+
+
+class Pair:
+    """A receiver and a sender in this process, joined by a real link of the given transport."""
+
+    def __init__(self, transport: str, **shape: int) -> None:
+        self.shape = shape
+        self.transport = transport
+        self.source = make_regions(1, **shape)
+        self.destination = make_regions(2, **shape)
+        self.sender_counters, self.receiver_counters = Counters(), Counters()
+        self.receiver = self.make_receiver(self.destination, metrics=self.receiver_counters)
+        self.sender = KvSender(self.source, fingerprint=FINGERPRINT, cluster_key=KEY, metrics=self.sender_counters)
+
+    def make_receiver(self, regions: Sequence[Region], **changes: Any) -> KvReceiver:
+        options = {"fingerprint": FINGERPRINT, "cluster_key": KEY, "transport": self.transport} | changes
+        receiver = KvReceiver(regions, **options)
+        receiver.start()
+        return receiver
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+
+    def reserve(
+        self, rows: Sequence[int], *, request_id: str = "r1", attempt: int = 1, timeout_s: float = 60, first: int = 0
+    ) -> tuple[Reservation, Ends]:
+        ends = Ends()
+        reservation = self.receiver.reserve(
+            request_id=request_id,
+            attempt=attempt,
+            rows={"kv": rows},
+            timeout_s=timeout_s,
+            on_commit=ends,
+            on_failed=ends,
+            expected_from={"kv": first},
+        )
+        return reservation, ends
+
+    def open(self, reservation: Reservation, *, timeout_s: float = 60, sender: KvSender | None = None) -> Push:
+        return (sender or self.sender).open(
+            reservation.target,
+            request_id=reservation.request_id,
+            attempt=reservation.attempt,
+            timeout_s=timeout_s,
+        )
+
+    def send(
+        self, reservation: Reservation, rows: Sequence[int], *, note: bytes = b"", sender: KvSender | None = None
+    ) -> PushResult:
+        """Pushes `rows` of every layer to positions 0.. and waits for the end."""
+        push = self.open(reservation, sender=sender)
+        for layer in range(len(self.source)):
+            push.put(layer, range(len(rows)), rows)
+        ends = Ends()
+        push.commit(note, ends)
+        result: PushResult = ends.wait()
+        assert push.closed.wait(PATIENCE_S)
+        return result
+
+    def assert_serves(self) -> None:
+        """One more transfer works and leaves nothing behind."""
+        reservation, ends = self.reserve([1, 2], request_id="probe")
+        assert self.send(reservation, [3, 4], note=b"probe").error is None
+        assert ends.wait().note == b"probe"
+        assert rows_of(self.destination, [1, 2]) == rows_of(self.source, [3, 4])
+        reservation.release()
+        assert self.receiver.num_reservations == 0
+
+
+class RawSender:
+    """An authenticated sender without manners: it sends the frames, or the bytes, that a test tells it to."""
+
+    def __init__(self, receiver: KvReceiver, target: Target, regions: Sequence[Region], *, greet: bool = True) -> None:
+        self.target = target
+        self.regions = regions
+        self.socket = socket.create_connection(parse_endpoint(receiver.endpoint), timeout=PATIENCE_S)
+        self.link = TcpLink(self.socket, receiver.endpoint)
+        self.manifest = Manifest(target.spans["kv"].size for _ in regions)
+        if greet:
+            handshake.greet(
+                self.link,
+                fingerprint=FINGERPRINT,
+                regions=regions,
+                cluster_key=KEY,
+                incarnation=target.incarnation,
+                deadline=self.deadline,
+            )
+
+    @property
+    def deadline(self) -> float:
+        return time.monotonic() + PATIENCE_S
+
+    def put_frame(self, region: int, positions: Sequence[int], rows: Sequence[int], **changes: Any) -> wire.Put:
+        checksums = [row_checksum(self.regions[region].row(row)) for row in rows]
+        fields: dict[str, Any] = {
+            "push": 1,
+            "token": self.target.token,
+            "request_id": self.target.request_id,
+            "attempt": self.target.attempt,
+            "region": region,
+            "positions": wire.pack_u32(positions),
+            "checksums": wire.pack_u64(checksums),
+        }
+        return wire.Put(**fields | changes)
+
+    def put(self, region: int, positions: Sequence[int], rows: Sequence[int], **changes: Any) -> None:
+        frame = self.put_frame(region, positions, rows, **changes)
+        self.link.send(frame, self.regions[region].runs(rows), deadline=self.deadline)
+        if max(positions) < self.target.spans["kv"].size:
+            self.manifest.add(region, positions, wire.unpack_u64(frame.checksums))
+
+    def commit(self, note: bytes = b"", **changes: Any) -> None:
+        fields: dict[str, Any] = {
+            "push": 1,
+            "token": self.target.token,
+            "request_id": self.target.request_id,
+            "attempt": self.target.attempt,
+            "counts": wire.pack_u32(self.manifest.counts()),
+            "digest": self.manifest.digest(commit_context(self.target.request_id, self.target.attempt, note)),
+        }
+        pieces = [memoryview(note)] if note else []
+        self.link.send(wire.Commit(**fields | changes), pieces, deadline=self.deadline)
+
+    def answer(self) -> wire.Message:
+        return self.link.receive(deadline=self.deadline).message
+
+    def refusal(self) -> str:
+        """The error class that the receiver answers with."""
+        answer = self.answer()
+        assert isinstance(answer, wire.Refused), answer
+        return answer.error
+
+    def close(self) -> None:
+        self.link.close()
+
+
+class FakeReceiver:
+    """Listens and hands the test one link to do with as it likes; nothing else of a receiver is there."""
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        self.regions = regions
+        self.incarnation = bytes(range(16))
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._links: list[TcpLink] = []
+
+    def target(self, num_rows: int, *, request_id: str = "r1") -> bytes:
+        return Target(
+            endpoints=(self.endpoint,),
+            incarnation=self.incarnation,
+            token=bytes(16),
+            request_id=request_id,
+            attempt=1,
+            spans={"kv": Span(first=0, size=num_rows)},
+        ).encode()
+
+    def accept(self) -> TcpLink:
+        """The next link, before its handshake."""
+        self._socket.settimeout(PATIENCE_S)
+        link = TcpLink(self._socket.accept()[0], "sender")
+        self._links.append(link)
+        return link
+
+    def admit(self) -> TcpLink:
+        """The next link, through its handshake."""
+        link = self.accept()
+        handshake.admit(
+            link,
+            fingerprint=FINGERPRINT,
+            regions=self.regions,
+            cluster_key=KEY,
+            incarnation=self.incarnation,
+            deadline=time.monotonic() + PATIENCE_S,
+        )
+        return link
+
+    def close(self) -> None:
+        self._socket.close()
+        for link in self._links:
+            link.close()
