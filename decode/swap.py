@@ -29,6 +29,7 @@ class SwapArea:
     def num_free(self) -> int:
         return len(self._free)
 
+    @torch.inference_mode()
     def save(self, block_ids: list[int]) -> list[int] | None:
         """Copies blocks out of the cache; the slots that hold them now, or None when too few are free."""
         if len(block_ids) > len(self._free):
@@ -38,6 +39,7 @@ class SwapArea:
             swapped[slots] = layer[block_ids].to(swapped.device)
         return slots
 
+    @torch.inference_mode()
     def restore(self, slots: list[int], block_ids: list[int]) -> None:
         """Copies slots into the blocks of the same index, and frees the slots."""
         for swapped, layer in zip(self._buffers, self._cache.buffers, strict=True):
@@ -47,6 +49,7 @@ class SwapArea:
     def free(self, slots: list[int]) -> None:
         self._free += slots
 
+    @torch.inference_mode()
     def fork(self, block_id: int, copy_id: int) -> None:
         """Copies one block to another within the cache."""
         for layer in self._cache.buffers:

@@ -88,6 +88,7 @@ class Sequence:
     num_computed: int = 0  # tokens in the cache, cached ones included
     num_put: int = 0  # blocks handed to the push
     admitted_at: float = 0.0
+    first_put_at: float = 0.0
     sampled_at: float = 0.0
     push: Push | None = None
     prompt_logprobs: list[Sampled] = field(default_factory=list)

@@ -74,6 +74,7 @@ class _Rows:
 
     def put(self, layer: int) -> None:
         if self.end > self.first:
+            self.sequence.first_put_at = self.sequence.first_put_at or time.monotonic()
             self.push.put(layer, range(self.first, self.end), self.sequence.block_ids[self.first : self.end])
 
 
@@ -302,8 +303,8 @@ class Worker:
         if result.error is not None:
             self._end(sequence, result.error)
             return
-        transfer_s = result.done_at - result.first_put_at
-        wait_s = max(0.0, result.done_at - sequence.sampled_at)
+        transfer_s = result.done_at - sequence.first_put_at  # with the making of the link, if there was none
+        wait_s = result.done_at - sequence.sampled_at
         self._metrics.transfer_bytes.inc(result.bytes)
         self._metrics.transfer_rows.inc(result.rows)
         self._metrics.transfer_seconds.observe(transfer_s)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import queue
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,7 +68,7 @@ def alone(engine: Engine, prompt: Sequence[int], params: SamplingParams, choice:
         tokens = [sampled.token_id]
 
 
-@dataclass
+@dataclass(eq=False)
 class Call:
     """One request on both workers, as its router sees it. Events come from two device threads."""
 
@@ -85,7 +85,6 @@ class Call:
     ended: Ended | None = None
     num_ended: int = 0
     outputs: dict[int, list[Sampled]] = field(default_factory=dict)
-    on_event: Callable[[Call, Any], None] | None = None
     events: queue.Queue[Any] = field(default_factory=queue.Queue)
 
     def deliver(self, outputs: list[Output]) -> None:
@@ -106,20 +105,32 @@ class Call:
             self.transferred = event
         elif isinstance(event, Finished):
             self.prefill_end = event
+            if event.error is not None:
+                self.pair.decode.cancel(self.request_id, self.attempt, None)
         elif isinstance(event, Token):
             self.outputs[event.choice].append(event.token)
         elif isinstance(event, Ended):
             self.ended = event
             self.num_ended += 1
+            if self.prefill is not None and event.reason is not Reason.FINISHED:
+                self.pair.prefill.cancel(self.prefill)
         return event
 
+    @property
+    def open(self) -> bool:
+        """Whether a worker has not ended it yet."""
+        return self.ended is None or (self.prefill is not None and self.prefill_end is None)
+
     def wait(self) -> Call:
-        """Until both workers have ended it; cancels prefill when decode gave up, as the router does."""
-        while self.ended is None or (self.prefill is not None and self.prefill_end is None):
+        """Until both workers have ended it."""
+        while self.open:
             self.step()
-            if self.ended is not None and self.prefill is not None and self.prefill_end is None:
-                if self.ended.reason is not Reason.FINISHED:
-                    self.pair.prefill.cancel(self.prefill)
+        return self
+
+    def wait_for(self, kind: type) -> Call:
+        """Until an event of this kind has come, or the end."""
+        while self.open and not isinstance(self.step(), kind):
+            pass
         return self
 
     def cancel(self) -> None:

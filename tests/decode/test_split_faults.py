@@ -1,0 +1,157 @@
+"""Both workers when a request is cancelled, a transfer goes wrong or a step fails: typed ends, and nothing leaked."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from decode.request import Ended, Reason, Reserved, Token
+from engine.engine import Engine
+from kvtransfer import Faults
+from prefill.request import Finished, FirstTokens
+from tests.decode.pair import Pair, alone, greedy, open_pair
+from tests.decode.test_split_pools import prompt_of, prompts
+from twinpool.errors import ChecksumMismatch, Internal, InvalidRequest, PeerLost, TransferTimeout
+
+EngineFactory = Callable[..., Engine]
+
+
+def assert_serves(pair: Pair, oracle: Engine) -> None:
+    (call,) = pair.generate([prompt_of(40)], greedy(12))
+    assert call.token_ids() == alone(oracle, prompt_of(40), greedy(12))
+
+
+@pytest.mark.parametrize("moment", [Reserved, FirstTokens, Token])
+def test_cancel_frees_both_sides(engine: EngineFactory, oracle: Engine, moment: type) -> None:  # L1
+    with open_pair(engine(), engine()) as pair:
+        call = pair.call(prompt_of(200), greedy(1000)).wait_for(moment)
+        call.cancel()
+        call.wait()
+        assert call.ended is not None
+        assert call.ended.reason is Reason.CANCELLED
+        pair.assert_baseline()
+        assert_serves(pair, oracle)
+
+
+def test_cancel_while_rows_are_on_their_way(engine: EngineFactory) -> None:  # L1
+    with open_pair(engine(), engine(), faults=Faults(delay_ms=500)) as pair:
+        call = pair.call(prompt_of(100), greedy(50)).wait_for(FirstTokens)
+        begin = time.monotonic()
+        call.cancel()
+        call.wait()
+        pair.assert_baseline()
+        assert time.monotonic() - begin < 5  # and not when the transfer would have timed out
+
+
+def test_cancelling_again_and_again_around_the_end_is_harmless(engine: EngineFactory, oracle: Engine) -> None:  # L8
+    with open_pair(engine(), engine()) as pair:
+        for max_tokens in (1, 2, 3, 8):
+            call = pair.call(prompt_of(20), greedy(max_tokens)).wait_for(FirstTokens)
+            for _ in range(3):
+                call.cancel()
+            call.wait()
+            for _ in range(3):
+                call.cancel()
+            pair.decode.cancel("never heard of", 1, None)
+            assert call.num_ended == 1
+        assert_serves(pair, oracle)
+
+
+def test_a_hundred_cancels_at_random_moments(engine: EngineFactory, oracle: Engine) -> None:  # L9
+    draw = random.Random(17)
+    with open_pair(engine(rows=120), engine(rows=60), token_budget=64) as pair:
+        calls = [pair.call(prompt, greedy(200)) for prompt in prompts(100, seed=9, low=1, high=200)]
+        todo = {call: draw.randrange(0, 30) for call in calls}
+        while todo:
+            for call, events_left in list(todo.items()):
+                if not call.open:
+                    del todo[call]
+                elif not call.events.empty():
+                    call.step()
+                    todo[call] = events_left - 1
+                if events_left == 0:
+                    call.cancel()
+            if draw.random() < 0.02:
+                draw.choice(calls).cancel()
+            time.sleep(0.0002)
+        assert all(call.num_ended == 1 for call in calls)
+        pair.assert_baseline()
+        assert_serves(pair, oracle)
+
+
+def test_cancel_of_one_choice_leaves_the_others(engine: EngineFactory, oracle: Engine) -> None:
+    params = greedy(30, n=3, temperature=0.7, seed=5)
+    with open_pair(engine(), engine()) as pair:
+        early = pair.call(prompt_of(20), params).wait_for(Reserved)
+        pair.decode.cancel(early.request_id, 1, 1)
+        early.wait()
+        late = pair.call(prompt_of(20), params).wait_for(Token)
+        pair.decode.cancel(late.request_id, 1, 0)
+        pair.decode.cancel(late.request_id, 1, 0)
+        late.wait()
+    for call, gone in ((early, 1), (late, 0)):
+        for choice in {0, 1, 2} - {gone}:
+            assert call.token_ids(choice) == alone(oracle, prompt_of(20), params, choice)
+        assert len(call.token_ids(gone)) < 30
+        assert call.ended is not None
+        assert call.ended.reason is Reason.FINISHED
+
+
+@pytest.mark.parametrize(
+    ("faults", "error"),
+    [(Faults(corrupt_every=2), ChecksumMismatch), (Faults(drop_after_rows=3), PeerLost)],
+)
+def test_broken_transfer_is_never_decoded(engine: EngineFactory, faults: Faults, error: type) -> None:  # C6
+    with open_pair(engine(), engine(), faults=faults) as pair:
+        call = pair.call(prompt_of(60), greedy(20)).wait()
+        assert call.ended is not None
+        assert call.prefill_end is not None
+        # whichever side saw it first says what it was; the router cancels the other
+        assert error in (type(call.ended.error), type(call.prefill_end.error))
+        assert call.ended.reason in (Reason.TRANSFER_FAILED, Reason.CANCELLED)
+        assert len(call.outputs.get(0, [])) <= 1  # the first token comes from prefill
+
+
+def test_rows_that_do_not_come_in_time_are_taken_back(engine: EngineFactory) -> None:
+    with open_pair(engine(), engine(), faults=Faults(delay_ms=60_000)) as pair:
+        call = pair.call(prompt_of(60), greedy(20), timeout_s=0.3).wait()
+        assert call.ended is not None
+        assert call.ended.reason is Reason.TRANSFER_FAILED
+        assert type(call.ended.error) is TransferTimeout
+
+
+def test_request_that_never_fits_is_rejected_with_the_numbers(engine: EngineFactory) -> None:  # L2
+    with open_pair(engine(), engine(rows=4)) as pair:
+        call = pair.call(prompt_of(100), greedy(5)).wait()
+        assert call.ended is not None
+        assert call.ended.reason is Reason.REJECTED
+        assert isinstance(call.ended.error, InvalidRequest)
+        assert "64" in call.ended.error.message
+
+
+@pytest.mark.parametrize("side", ["prefill_engine", "decode_engine"])
+def test_failing_step_ends_its_requests_only(
+    engine: EngineFactory, oracle: Engine, monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    with open_pair(engine(), engine()) as pair:
+        failing = getattr(pair, side)
+        healthy = failing.forward
+
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            monkeypatch.setattr(failing, "forward", healthy)
+            raise RuntimeError("injected")
+
+        monkeypatch.setattr(failing, "forward", forward)
+        call = pair.call(prompt_of(40), greedy(12))
+        call.wait_for(Finished if side == "prefill_engine" else Ended)
+        call.wait()
+        end = call.prefill_end if side == "prefill_engine" else call.ended
+        assert end is not None
+        assert isinstance(end.error, Internal)
+        assert "injected" in end.error.message
+        assert_serves(pair, oracle)
