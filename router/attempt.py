@@ -164,6 +164,7 @@ class Attempt:
             self._fail(WorkerLost(f"{where} ended the request early ({end.reason}): {end.message}"), decode)
 
     def decode_lost(self, error: TwinpoolError) -> None:
+        self._ended.set()
         self._fail(error, [self._pair.decode] if self._pair.decode is not None else [])
 
     # What the prefill worker says.

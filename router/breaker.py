@@ -54,8 +54,10 @@ class Breaker:
         self._faults = self._openings = 0
 
     def failed(self, *, connection_lost: bool = False) -> None:
+        if self._openings and not self._probing:
+            return  # of a request that was sent before it opened: the same fault, not one more
         self._faults += 1
-        if connection_lost or self._openings or self._faults >= self._threshold:
+        if connection_lost or self._probing or self._faults >= self._threshold:
             pause = min(self._longest_pause_s, self._first_pause_s * 2**self._openings)
             self._retry_at = self._clock() + pause * random.uniform(0.8, 1.2)  # routers do not probe in step
             self._openings += 1

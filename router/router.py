@@ -1,0 +1,112 @@
+"""All parts of one router, wired together, from its options to the ports it serves on."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from router.admission import Admission
+from router.classifier import Classifier
+from router.config import RouterConfig
+from router.decode_session import DecodeSession
+from router.front_door import FrontDoor
+from router.metrics import RouterMetrics
+from router.placement import Placement
+from router.pools import Link, Pool, Registry, WorkerInfo
+from router.prefill_call import PrefillClient
+from router.registry_server import RegistryServer
+from router.server import RouterServer
+from router.tokenizer import ModelCard, Tokenizer
+from service.serve import Service, Serving, channel, serve
+from twinpool.v1.router_pb2_grpc import add_RouterServicer_to_server
+from twinpool.v1.worker_pb2_grpc import add_RegistryServicer_to_server
+
+ROUTER, REGISTRY = "twinpool.v1.Router", "twinpool.v1.Registry"
+
+
+class Router:
+    """Serves from `start` to `stop`. A process has one; tests run several on one event loop."""
+
+    def __init__(self, config: RouterConfig, figures: RouterMetrics) -> None:
+        """Reads the model's directory. Raises ConfigError."""
+        self.config = config
+        folder = Path(config.tokenizer)
+        card = ModelCard.load(config.model or folder.resolve().name, folder, config.max_context)
+        tokenizer = Tokenizer(folder, card.vocab_size)
+        classes = config.parsed_classes()
+        clock = asyncio.get_running_loop().time
+        self.registry = Registry(card.name, self._connect, lease_s=config.lease_ms / 1000, clock=clock)
+        placement = Placement(self.registry, prefill_slots=config.prefill_slots, decode_slots=config.decode_slots)
+        self.admission = Admission(classes, placement, pool_wait_s=config.pool_wait)
+        self.registry.on_change = self._on_change
+        self.front_door = FrontDoor(
+            card,
+            tokenizer,
+            Classifier(classes, config.default_sla_class, config.long_input),
+            self.registry,
+            placement,
+            self.admission,
+            figures,
+            max_attempts=config.max_attempts,
+        )
+        self._joins = RegistryServer(self.registry, heartbeat_ms=config.heartbeat_ms, lease_ms=config.lease_ms)
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._serving: Serving | None = None
+
+    @property
+    def port(self) -> int:
+        assert self._serving is not None, "not started"
+        return self._serving.port
+
+    async def start(self) -> None:
+        """Serves. Raises ConfigError when the port is taken."""
+        self._serving = await serve(
+            [
+                Service(name=ROUTER, add=add_RouterServicer_to_server, servicer=RouterServer(self.front_door)),
+                Service(name=REGISTRY, add=add_RegistryServicer_to_server, servicer=self._joins, internal=True),
+            ],
+            host=self.config.host,
+            port=self.config.port,
+            cluster_key=self.config.cluster_key,
+        )
+        self._tasks = [
+            asyncio.ensure_future(self._keep_health(self._serving)),
+            asyncio.ensure_future(self._expire_leases()),
+        ]
+
+    async def stop(self, drain_s: float) -> None:
+        """Refuses new requests, lets running ones end for at most `drain_s`, cancels the rest. Idempotent."""
+        serving, self._serving = self._serving, None
+        if serving is None:
+            return
+        await serving.set_serving(False)
+        await self.front_door.drain(drain_s)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+        self._joins.close()
+        await serving.stop(grace_s=0.5)
+        self.admission.close()
+        await self.registry.close()
+
+    def _connect(self, info: WorkerInfo) -> Link:
+        to_worker = channel(info.address, self.config.cluster_key)
+        kind = DecodeSession if info.pool is Pool.DECODE else PrefillClient
+        return kind(info.worker_id, to_worker)
+
+    def _on_change(self) -> None:
+        self.admission.pump()
+        self._changed.set()
+
+    async def _keep_health(self, serving: Serving) -> None:
+        """grpc.health.v1: the process serves as long as it lives, the Router service while a pair of workers can."""
+        while True:
+            await serving.set_serving(self.front_door.can_serve, ROUTER)
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _expire_leases(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.lease_ms / 8000)
+            self.registry.expire()
