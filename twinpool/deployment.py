@@ -95,7 +95,7 @@ class Deployment:
                     self._plan_restart(child, now)
             time.sleep(0.2)
 
-    def stop(self, grace_s: float = 15.0) -> None:
+    def stop(self, grace_s: float = 30.0) -> None:
         """Ends every child, by pid: SIGTERM, then SIGKILL for what is left after `grace_s` or at a second Ctrl-C."""
         end = time.monotonic() + grace_s
         if any(child.running for child in self.children):
@@ -194,7 +194,7 @@ class Deployment:
 def split_cores(cores: Sequence[int], num_workers: int) -> list[tuple[int, ...]]:
     """Disjoint shares of `cores`, the first ones larger when it does not divide; empty shares (no pinning) when there
     are fewer cores than workers."""
-    if len(cores) < num_workers:
+    if not 0 < num_workers <= len(cores):
         return [()] * num_workers
     each, larger = divmod(len(cores), num_workers)
     ends = [(i + 1) * each + min(i + 1, larger) for i in range(num_workers)]
