@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-import grpc
-
 from service.registration import Registration, new_incarnation
 from service.serve import Service, Serving, serve
 from twinpool.errors import ChecksumMismatch, Internal, InvalidRequest, Overloaded, TwinpoolError, Unavailable

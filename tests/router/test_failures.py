@@ -143,7 +143,9 @@ async def test_echo_is_not_repeated_by_a_resumption(api: Api, fakes: Deployment)
     )
 
 
-@pytest.mark.parametrize(("fault", "kind"), [(Fault.TRANSFER, errors.TransferFailed), (Fault.REFUSE, errors.WorkerLost)])
+@pytest.mark.parametrize(
+    ("fault", "kind"), [(Fault.TRANSFER, errors.TransferFailed), (Fault.REFUSE, errors.WorkerLost)]
+)
 async def test_attempts_are_limited(start: Start, fault: Fault, kind: type[errors.TwinpoolError]) -> None:
     api = await start(max_attempts=3)
     async with Deployment(api.address) as fakes:

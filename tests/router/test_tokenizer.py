@@ -1,0 +1,102 @@
+"""Prompts as the model's own files define them; what transformers makes of the same files is the right answer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from router import chat_template
+from router.chat_template import ChatTemplate
+from router.tokenizer import ModelCard, Tokenizer
+from twinpool.errors import ConfigError, InvalidRequest
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Où est la gare? <b>&</b> {{ 7 }}"},
+]
+TEMPLATES = {
+    "chatml": (
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' "
+        "+ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    ),
+    "blocks": (
+        "{%- for message in messages %}\n    {%- if message.role == 'system' %}\n{{ message.content | trim }}\n    "
+        "{%- else %}\n        {% continue %}\n    {%- endif %}\n{%- endfor %}\n{{ messages | tojson }}{{ eos_token }}"
+    ),
+    "tools": "{% if tools %}tools{% else %}none{% endif %}{{ messages[-1]['content'] | upper }}{{ bos_token }}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+async def test_chat_equals_transformers(tmp_path: Path, model_dir: Path, name: str) -> None:
+    shutil.copytree(model_dir, tmp_path / "m")
+    (tmp_path / "m" / "chat_template.jinja").write_text(TEMPLATES[name])
+    special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps(special))
+    oracle = PreTrainedTokenizerFast(
+        tokenizer_file=str(model_dir / "tokenizer.json"), chat_template=TEMPLATES[name], **special
+    )
+    template = chat_template.load(tmp_path / "m")
+    assert template is not None
+    assert template.render(CHAT) == oracle.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    ids = oracle.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert await Tokenizer(tmp_path / "m", 264).encode_chat(CHAT) == ids
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[99].content }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ 1 // 0 }}",
+        "{{ messages + 1 }}",
+    ],
+)
+def test_template_that_refuses_or_oversteps_is_an_invalid_request(source: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        ChatTemplate(source, {}).render(CHAT)
+    assert caught.value.field == "chat"
+
+
+def test_broken_template_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match="chat template"):
+        ChatTemplate("{% if %}", {})
+
+
+async def test_chat_without_a_template_says_what_to_send(tmp_path: Path, model_dir: Path) -> None:
+    for name in ("tokenizer.json", "config.json"):
+        shutil.copy(model_dir / name, tmp_path / name)
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        await Tokenizer(tmp_path, 264).encode_chat(CHAT)
+
+
+async def test_long_text_gives_the_same_tokens(model_dir: Path) -> None:
+    tokenizer = Tokenizer(model_dir, 264)
+    text = "añb " * 3000
+    assert await tokenizer.encode(text) == list(text.encode())
+    assert await tokenizer.decode(list(text.encode())) == text
+
+
+async def test_ids_out_of_the_vocabulary_are_refused(model_dir: Path) -> None:
+    with pytest.raises(InvalidRequest, match="0 to 263") as caught:
+        await Tokenizer(model_dir, 264).decode([1, 264])
+    assert caught.value.field == "token_ids"
+
+
+@pytest.mark.parametrize(("name", "content"), [("tokenizer.json", None), ("tokenizer.json", "{"), ("config.json", None),
+                                               ("config.json", "{}"), ("config.json", "[")])  # fmt: skip
+def test_broken_model_directory_is_named(tmp_path: Path, model_dir: Path, name: str, content: str | None) -> None:
+    shutil.copytree(model_dir, tmp_path / "m")
+    if content is None:
+        (tmp_path / "m" / name).unlink()
+    else:
+        (tmp_path / "m" / name).write_text(content)
+    with pytest.raises(ConfigError, match=name):
+        ModelCard.load("m", tmp_path / "m")
+        Tokenizer(tmp_path / "m", 264)
