@@ -1,8 +1,8 @@
 """Prefill and decode workers without a model, in the test's own process, that answer over real gRPC.
 
 The "model" is a function of (prompt, choice) to the tokens of the whole answer, so that an answer put together from
-several workers can be told from a wrong one. Faults are scripted: each worker takes the next `Fault` of its list for the next
-request, and works well when the list is empty.
+several workers can be told from a wrong one. Faults are scripted: each worker takes the next `Fault` of its list for
+the next request, and works well when the list is empty.
 
     async with Deployment(router_address) as fakes:
         prefill = await fakes.prefill("p0")
@@ -284,9 +284,11 @@ class FakeDecode(Worker, DecodeServicer):
         if fault is Fault.NO_ROWS:
             await asyncio.Event().wait()
         if fault is Fault.REJECT:
-            return end("REJECTED", "InvalidRequest", "prompt never fits")
+            end("REJECTED", "InvalidRequest", "prompt never fits")
+            return
         if fault is Fault.FAIL:
-            return end("FAILED", "Internal", "the device is broken")
+            end("FAILED", "Internal", "the device is broken")
+            return
         target = self.fabric.reserve(f"{self.name}/{submit.request_id}/{submit.attempt}")
         try:
             tell(reserved=worker_pb2.Reserved(transfer_target=target))
@@ -294,15 +296,16 @@ class FakeDecode(Worker, DecodeServicer):
         finally:
             del self.fabric.targets[target]
         if fault is Fault.TRANSFER_FAILED:
-            return end("TRANSFER_FAILED", "ChecksumMismatch", "row 3 arrived with other bytes")
+            end("TRANSFER_FAILED", "ChecksumMismatch", "row 3 arrived with other bytes")
+            return
         self.running += 1
         try:
             await self._decode(generation, tell, fault)
         finally:
             self.running -= 1
         if fault is Fault.PREEMPT:
-            return end("PREEMPTED", "Overloaded", "no rows")
-        if fault is Fault.DROP_STREAM:
+            end("PREEMPTED", "Overloaded", "no rows")
+        elif fault is Fault.DROP_STREAM:
             out.put_nowait(None)
         else:
             end("FINISHED")

@@ -98,5 +98,8 @@ def test_broken_model_directory_is_named(tmp_path: Path, model_dir: Path, name: 
     else:
         (tmp_path / "m" / name).write_text(content)
     with pytest.raises(ConfigError, match=name):
-        ModelCard.load("m", tmp_path / "m")
-        Tokenizer(tmp_path / "m", 264)
+        read_model(tmp_path / "m")
+
+
+def read_model(folder: Path) -> tuple[ModelCard, Tokenizer]:
+    return ModelCard.load("m", folder), Tokenizer(folder, 264)
