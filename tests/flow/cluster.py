@@ -135,13 +135,15 @@ class Cluster:
         defaults = {
             "model": str(self.model),
             "model_name": "tiny",
-            "router": routers,
+            "routers": routers,
             "worker_id": name,
             "dtype": "fp32",
             "memory": "8MiB",
             "threads": "1",
             "block_size": "16",
         }
+        if pool == "decode":
+            defaults |= {"kv_port": "0", "swap": "4MiB"}
         return self._start(name, pool, {**defaults, **options}, env or {})
 
     def client(self, router: str = "router", **options: Any) -> Client:

@@ -1,0 +1,106 @@
+"""A client that goes away, at any moment and more than once, frees both sides and hurts nobody."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.flow.cluster import Cluster, wait_until
+from tests.flow.oracle import Oracle
+from twinpool import errors
+
+PROMPT = list(range(30, 120))
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_model: Path) -> Oracle:
+    return Oracle(tiny_model)
+
+
+def test_closing_a_stream_frees_both_workers(shared: Cluster) -> None:
+    with shared.client() as client:
+        with client.stream(PROMPT, max_tokens=1500, ignore_eos=True) as stream:
+            next(iter(stream))
+        shared.assert_baseline(timeout_s=2)
+
+
+def test_cancel_after_prefill_and_before_the_transfer_ends(deploy: Callable[..., Cluster]) -> None:  # L1
+    cluster = deploy(0, 1)
+    cluster.worker("prefill", "prefill-slow", env={"TWINPOOL_KV_FAULTS": "delay_ms=300"})
+    cluster.wait_ready("prefill-slow")
+    cluster.wait_workers(2)
+    with cluster.client() as client:
+        with client.stream(PROMPT, max_tokens=200, ignore_eos=True) as stream:
+            next(iter(stream))  # the first token comes from the prefill worker, its rows are still on the way
+        cluster.assert_baseline(timeout_s=3)
+        assert len(client.generate(PROMPT, max_tokens=5, ignore_eos=True).token_ids) == 5
+    cluster.assert_baseline()
+
+
+def test_request_that_never_fits_the_decode_worker_frees_the_prefill_side(deploy: Callable[..., Cluster]) -> None:  # L2
+    cluster = deploy(1, 0)
+    cluster.worker("decode", "decode-small", memory="96KiB")
+    cluster.wait_ready("decode-small")
+    cluster.wait_workers(2)
+    with cluster.client(retries=0, timeout_s=30) as client:
+        with pytest.raises(errors.InvalidRequest):
+            client.generate(list(range(10, 240)) * 6, max_tokens=5)
+        cluster.assert_baseline(timeout_s=2)
+        assert len(client.generate(PROMPT[:20], max_tokens=5, ignore_eos=True).token_ids) == 5
+    cluster.assert_baseline()
+
+
+def test_cancelling_three_times_around_the_end_is_harmless(shared: Cluster) -> None:  # L8
+    with shared.client() as client:
+        for tokens in (1, 2, 3, 8):
+            stream = client.stream(PROMPT, max_tokens=tokens, ignore_eos=True)
+            seen = [next(iter(stream))]
+            for _ in range(3):
+                stream.close()
+            assert seen
+        assert len(client.generate(PROMPT, max_tokens=5, ignore_eos=True).token_ids) == 5
+
+
+def test_a_hundred_cancels_at_random_moments_leave_nothing(shared: Cluster, oracle: Oracle) -> None:  # L9
+    draw = random.Random(11)
+    plans = [
+        (draw.randrange(1, 40), [draw.randrange(10, 250) for _ in range(draw.randrange(3, 200))]) for _ in range(100)
+    ]
+
+    def ask_and_leave(plan: tuple[int, list[int]]) -> None:
+        after, prompt = plan
+        with client.stream(prompt, max_tokens=300, ignore_eos=True, temperature=0.7) as stream:
+            for number, _ in enumerate(stream):
+                if number == after:
+                    return
+
+    def ask_with_a_short_deadline(plan: tuple[int, list[int]]) -> None:
+        after, prompt = plan
+        try:
+            client.generate(prompt, max_tokens=300, ignore_eos=True, deadline_s=after / 200)
+        except (errors.DeadlineExceeded, errors.Overloaded):
+            pass
+
+    with shared.client(timeout_s=60) as client, ThreadPoolExecutor(12) as threads:
+        list(threads.map(ask_and_leave, plans[:50]))
+        list(threads.map(ask_with_a_short_deadline, plans[50:]))
+        shared.assert_baseline()
+        answer = client.generate(PROMPT, max_tokens=20, temperature=0, ignore_eos=True)
+    assert answer.token_ids == oracle.answer(PROMPT, 20, ignore_eos=True)
+
+
+def test_client_process_that_vanishes_is_noticed(shared: Cluster) -> None:
+    client = shared.client()
+    stream = client.stream(PROMPT, max_tokens=1500, ignore_eos=True)
+    next(iter(stream))
+    client.close()  # the channel goes away with its call still open
+    wait_until(lambda: not _running(shared), "router dropped the request", 5)
+
+
+def _running(cluster: Cluster) -> int:
+    with cluster.client() as client:
+        return client.pools().running

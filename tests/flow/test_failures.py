@@ -1,0 +1,231 @@
+"""The failure table of docs/architecture.md, row by row, with real processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.flow.cluster import Cluster, wait_until
+from tests.flow.oracle import Oracle
+from twinpool import errors
+from twinpool.client import Client
+
+LONG = 600  # output tokens: long enough to be caught in the middle
+PROMPT = list(range(20, 90))
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_model: Path) -> Oracle:
+    return Oracle(tiny_model)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        ([11] * 5000, {}, "prompt"),
+        ("", {}, "prompt"),
+        ([11, 10**6], {}, "token_ids"),
+        ("hi", {"temperature": -1.0}, "temperature"),
+        ("hi", {"top_p": 0.0}, "top_p"),
+        ("hi", {"n": 0}, "n"),
+        ("hi", {"sla_class": "platinum"}, "sla_class"),
+    ],
+)
+def test_bad_request_names_the_field_and_reserves_nothing(
+    shared: Cluster, prompt: object, options: dict[str, object], field: str
+) -> None:
+    with shared.client() as client:
+        with pytest.raises(errors.InvalidRequest) as caught:
+            client.generate(prompt, max_tokens=4, **options)
+    assert field in (caught.value.field or "") or field in caught.value.message
+
+
+def test_unknown_model_is_named(shared: Cluster) -> None:
+    with shared.client() as client, pytest.raises(errors.UnknownModel, match="no-such-model"):
+        client.generate("hi", model="no-such-model")
+
+
+def test_full_queue_refuses_at_once_with_retry_after(deploy: Callable[..., Cluster]) -> None:
+    cluster = deploy(1, 1, memory="1MiB")
+    with cluster.client(retries=0, timeout_s=60) as client, ThreadPoolExecutor(400) as threads:
+        futures = [
+            threads.submit(client.generate, PROMPT, max_tokens=LONG, temperature=0, ignore_eos=True) for _ in range(400)
+        ]
+        refused = 0
+        for future in futures:
+            try:
+                assert len(future.result().token_ids) == LONG
+            except errors.Overloaded as error:
+                assert error.retry_after_s is not None
+                assert error.retry_after_s > 0
+                refused += 1
+            except errors.DeadlineExceeded:
+                pass
+    assert refused > 0
+    cluster.assert_baseline()
+
+
+def test_deadline_ends_the_request_on_both_workers(shared: Cluster) -> None:
+    with shared.client(retries=0) as client:
+        with pytest.raises(errors.DeadlineExceeded):
+            client.generate(PROMPT, max_tokens=1500, ignore_eos=True, deadline_s=0.4)
+    shared.assert_baseline()
+
+
+def test_prefill_worker_killed_before_the_first_token_is_retried_elsewhere(
+    deploy: Callable[..., Cluster], oracle: Oracle
+) -> None:
+    cluster = deploy(1, 1)
+    # the first worker stalls in the transfer of its first rows; it is killed there and another takes over
+    cluster.worker("prefill", "prefill-slow", env={"TWINPOOL_KV_FAULTS": "delay_ms=60000"})
+    cluster.wait_ready("prefill-slow")
+    cluster.processes["prefill-0"].stop()
+    cluster.wait_workers(2)
+    with cluster.client(timeout_s=60) as client, ThreadPoolExecutor(1) as threads:
+        future = threads.submit(client.generate, PROMPT, max_tokens=20, temperature=0, ignore_eos=True)
+        slow = cluster.processes["prefill-slow"]
+        wait_until(lambda: slow.metric("twinpool_prefill_requests_total"), "the slow worker has the request")
+        cluster.worker("prefill", "prefill-new")
+        cluster.wait_ready("prefill-new")
+        cluster.wait_workers(3)
+        slow.kill()
+        answer = future.result(timeout=50)
+    assert answer.token_ids == oracle.answer(PROMPT, 20, ignore_eos=True)
+    assert answer.timeline.attempts > 1
+    assert answer.timeline.prefill_worker == "prefill-new"
+    cluster.assert_baseline()
+
+
+@pytest.mark.parametrize("fault", ["corrupt_every=2", "drop_after_rows=3"])
+def test_broken_transfer_is_never_decoded(deploy: Callable[..., Cluster], oracle: Oracle, fault: str) -> None:
+    cluster = deploy(0, 1)
+    cluster.worker("prefill", "prefill-bad", env={"TWINPOOL_KV_FAULTS": fault})
+    cluster.wait_ready("prefill-bad")
+    cluster.wait_workers(2)
+    with cluster.client(retries=0, timeout_s=30) as client:
+        # alone, the faulty worker can only fail, with a typed error
+        with pytest.raises(errors.Unavailable):
+            client.generate(PROMPT, max_tokens=20, temperature=0, ignore_eos=True)
+        cluster.assert_baseline()
+        cluster.worker("prefill", "prefill-good")
+        cluster.wait_ready("prefill-good")
+        cluster.wait_workers(2 + 1)
+        for _ in range(6):
+            answer = client.generate(PROMPT, max_tokens=20, temperature=0, ignore_eos=True)
+            assert answer.token_ids == oracle.answer(PROMPT, 20, ignore_eos=True)
+    cluster.assert_baseline()
+
+
+def test_decode_worker_killed_mid_answer_resumes_without_gap_or_repeat(
+    deploy: Callable[..., Cluster], oracle: Oracle
+) -> None:  # R3
+    cluster = deploy(1, 2)
+    with cluster.client(timeout_s=60) as client:
+        with client.stream(PROMPT, max_tokens=LONG, temperature=0, ignore_eos=True) as stream:
+            chunks = iter(stream)
+            tokens = list(next(chunks).token_ids)
+            while len(tokens) < 20:
+                tokens += next(chunks).token_ids
+            busy = [n for n in ("decode-0", "decode-1") if cluster.processes[n].metric("twinpool_decode_running")]
+            assert len(busy) == 1
+            cluster.processes[busy[0]].kill()
+            for chunk in chunks:
+                tokens += chunk.token_ids
+            timeline = stream.timeline
+        assert tokens == oracle.answer(PROMPT, LONG, ignore_eos=True)
+        assert timeline.attempts == 2
+        assert timeline.decode_worker not in busy
+        for _ in range(20):  # the dead one is avoided from now on
+            assert client.generate(PROMPT, max_tokens=3).timeline.decode_worker not in busy
+    cluster.assert_baseline()
+
+
+def test_decode_worker_killed_with_nobody_left_is_an_error_not_a_clean_end(
+    deploy: Callable[..., Cluster],
+) -> None:  # R3
+    cluster = deploy(1, 1)
+    with cluster.client(retries=0, timeout_s=30) as client:
+        with pytest.raises(errors.Unavailable):
+            with client.stream(PROMPT, max_tokens=LONG, temperature=0, ignore_eos=True) as stream:
+                for number, _ in enumerate(stream):
+                    if number == 5:
+                        cluster.processes["decode-0"].kill()
+    cluster.assert_baseline()
+
+
+def test_router_killed_ends_its_requests_and_the_sdk_goes_to_the_next(deploy: Callable[..., Cluster]) -> None:
+    cluster = deploy(0, 0)
+    second = cluster.router("router-2")
+    for pool in ("prefill", "decode"):
+        cluster.worker(pool, f"{pool}-0")
+    cluster.wait_ready()
+    cluster.wait_workers(2)
+    cluster.wait_workers(2, "router-2")
+    first = cluster.processes["router"]
+    with Client([first.address, second.address], timeout_s=30) as client:
+        with pytest.raises(errors.Unavailable):
+            with client.stream(PROMPT, max_tokens=LONG, ignore_eos=True) as stream:
+                for number, _ in enumerate(stream):
+                    if number == 5:
+                        first.kill()
+        assert len(client.generate(PROMPT, max_tokens=5, ignore_eos=True).token_ids) == 5
+    cluster.assert_baseline("router-2")
+
+
+def test_empty_pool_is_named(deploy: Callable[..., Cluster]) -> None:
+    cluster = deploy(1, 0)
+    with cluster.client(retries=0, timeout_s=30) as client, pytest.raises(errors.PoolEmpty, match="decode"):
+        client.generate(PROMPT, max_tokens=5)
+    cluster.assert_baseline()
+
+
+@pytest.mark.parametrize("pool", ["prefill", "decode"])
+def test_draining_worker_finishes_what_it_has_and_exits(
+    deploy: Callable[..., Cluster], oracle: Oracle, pool: str
+) -> None:
+    cluster = deploy(1, 1)
+    with cluster.client(timeout_s=60) as client, ThreadPoolExecutor(4) as threads:
+        futures = [
+            threads.submit(client.generate, PROMPT, max_tokens=LONG, temperature=0, ignore_eos=True) for _ in range(4)
+        ]
+        wait_until(lambda: cluster.processes["decode-0"].metric("twinpool_decode_running") == 4, "all four decode")
+        cluster.worker(pool, f"{pool}-1")
+        cluster.wait_ready(f"{pool}-1")
+        assert cluster.processes[f"{pool}-0"].stop(30) == 0
+        expected = oracle.answer(PROMPT, LONG, ignore_eos=True)
+        assert [future.result().token_ids for future in futures] == [expected] * 4
+        assert len(client.generate(PROMPT, max_tokens=5, ignore_eos=True).token_ids) == 5
+    cluster.assert_baseline()
+
+
+def test_worker_killed_and_restarted_on_its_address_is_used_again(deploy: Callable[..., Cluster]) -> None:
+    cluster = deploy(1, 1)
+    port = cluster.processes["prefill-0"].address.rpartition(":")[2]
+    with cluster.client(timeout_s=30) as client:
+        client.generate(PROMPT, max_tokens=3)
+        cluster.processes["prefill-0"].kill()
+        time.sleep(0.2)
+        cluster.worker("prefill", "prefill-0", port=port)
+        cluster.wait_ready("prefill-0")
+        wait_until(lambda: sum(w.state == "ready" for w in client.pools().workers) == 2, "both ready again")
+        assert len(client.generate(PROMPT, max_tokens=5, ignore_eos=True).token_ids) == 5
+    cluster.assert_baseline()
+
+
+def test_peers_with_other_cache_layouts_are_never_paired(deploy: Callable[..., Cluster]) -> None:
+    cluster = deploy(1, 0)
+    cluster.worker("decode", "decode-32", block_size="32")
+    cluster.wait_ready("decode-32")
+    with cluster.client(retries=0, timeout_s=30) as client:
+        wait_until(lambda: len(client.pools().workers) == 2, "both joined")
+        with pytest.raises(errors.TwinpoolError):
+            client.generate(PROMPT, max_tokens=5)
+        cluster.worker("decode", "decode-16")
+        cluster.wait_ready("decode-16")
+        wait_until(lambda: len(client.pools().workers) == 3, "three joined")
+        assert client.generate(PROMPT, max_tokens=5).timeline.decode_worker == "decode-16"
+    cluster.assert_baseline()
