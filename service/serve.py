@@ -35,12 +35,13 @@ from typing import Any
 
 import grpc
 import uvloop
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from service.address import bind_error, check_bindable, join
 from service.security import ClusterKeyInterceptor, key_metadata
-from twinpool.errors import ConfigError, Internal, TwinpoolError, to_metadata
+from twinpool.errors import ConfigError, Internal, InvalidRequest, TwinpoolError, to_metadata
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ _CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 2000),  # also how long one attempt to connect may take
     ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.dns_min_time_between_resolutions_ms", 2000),  # not 30 s: a restarted container may have another address
 ]
 
 
@@ -191,16 +193,29 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
             behavior = getattr(handler, kind)
             if inspect.iscoroutinefunction(behavior):
-                return handler._replace(**{kind: _mapped_call(behavior, details.method)})
-            if inspect.isasyncgenfunction(behavior):
-                return handler._replace(**{kind: _mapped_stream(behavior, details.method)})
+                mapped: Callable[..., Any] = _mapped_call
+            elif inspect.isasyncgenfunction(behavior):
+                mapped = _mapped_stream
+            else:
+                continue
+            if handler.request_streaming:
+                return handler._replace(**{kind: mapped(behavior, details.method, _as_it_is)})
+            # Parsed by us, not by grpc, which answers UNKNOWN to a message that cannot be.
+            wrapped = mapped(behavior, details.method, handler.request_deserializer)
+            return handler._replace(request_deserializer=None, **{kind: wrapped})
         return handler
 
 
-def _mapped_call(behavior: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
+def _as_it_is(requests: Any) -> Any:
+    return requests
+
+
+def _mapped_call(
+    behavior: Callable[..., Awaitable[Any]], method: str, parse: Callable[[Any], Any]
+) -> Callable[..., Awaitable[Any]]:
     async def call(request: Any, context: Any) -> Any:
         try:
-            return await behavior(request, context)
+            return await behavior(parse(request), context)
         except grpc.aio.AbortError:
             raise
         except Exception as error:
@@ -209,10 +224,10 @@ def _mapped_call(behavior: Callable[..., Awaitable[Any]], method: str) -> Callab
     return call
 
 
-def _mapped_stream(behavior: Callable[..., Any], method: str) -> Callable[..., Any]:
+def _mapped_stream(behavior: Callable[..., Any], method: str, parse: Callable[[Any], Any]) -> Callable[..., Any]:
     async def stream(request: Any, context: Any) -> Any:
         try:
-            async with aclosing(behavior(request, context)) as responses:
+            async with aclosing(behavior(parse(request), context)) as responses:
                 async for response in responses:
                     yield response
         except grpc.aio.AbortError:
@@ -224,6 +239,8 @@ def _mapped_stream(behavior: Callable[..., Any], method: str) -> Callable[..., A
 
 
 async def _abort(context: Any, error: Exception, method: str) -> None:
+    if isinstance(error, DecodeError):
+        error = InvalidRequest(f"the message to {method} cannot be parsed: {error}")
     if not isinstance(error, TwinpoolError):
         error_id = secrets.token_hex(4)
         logger.error("unexpected error", exc_info=error, extra={"error_id": error_id, "method": method})

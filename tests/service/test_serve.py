@@ -107,6 +107,19 @@ async def test_an_unexpected_error_is_internal_with_an_id_and_tells_no_more(capl
     assert record.exc_info[1].args == ("secret detail",)
 
 
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
+async def test_a_message_that_is_no_protobuf_is_an_invalid_request(method):
+    serving = await start(Router())
+    try:
+        async with serve.channel(f"127.0.0.1:{serving.port}") as channel:
+            call = channel.unary_stream(f"/twinpool.v1.Router/{method}", request_serializer=bytes)
+            error = await error_of(call(b"\x1a\x04h\xffi!").read())  # field 3, a string, that is not UTF-8
+    finally:
+        await serving.stop(0)
+    assert type(error) is errors.InvalidRequest
+    assert "UTF-8" in error.message
+
+
 async def test_a_long_message_is_cut_to_what_headers_carry():
     serving = await start(Router(errors.InvalidRequest("x" * 1_000_000)))
     try:
