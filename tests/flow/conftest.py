@@ -1,4 +1,4 @@
-"""Fixtures that start real processes. `shared` is one 2 + 2 deployment for tests that kill nothing; `cluster` is a test's own."""
+"""Fixtures that start real processes: `shared` is one deployment for tests that kill nothing, `deploy` makes others."""
 
 from __future__ import annotations
 
@@ -31,16 +31,6 @@ def shared_deployment(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
 def shared(shared_deployment: Cluster) -> Iterator[Cluster]:
     yield shared_deployment
     shared_deployment.assert_baseline()
-
-
-@pytest.fixture
-def cluster(tmp_path: Path, tiny_model: Path) -> Iterator[Cluster]:
-    """Empty: the test starts what it needs."""
-    own = Cluster(tmp_path, tiny_model)
-    try:
-        yield own
-    finally:
-        own.close()
 
 
 @pytest.fixture

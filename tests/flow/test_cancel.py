@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -80,10 +81,8 @@ def test_a_hundred_cancels_at_random_moments_leave_nothing(shared: Cluster, orac
 
     def ask_with_a_short_deadline(plan: tuple[int, list[int]]) -> None:
         after, prompt = plan
-        try:
+        with contextlib.suppress(errors.DeadlineExceeded, errors.Overloaded):
             client.generate(prompt, max_tokens=300, ignore_eos=True, deadline_s=after / 200)
-        except (errors.DeadlineExceeded, errors.Overloaded):
-            pass
 
     with shared.client(timeout_s=60) as client, ThreadPoolExecutor(12) as threads:
         list(threads.map(ask_and_leave, plans[:50]))
