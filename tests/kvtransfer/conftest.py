@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from kvtransfer import Reservation
 from kvtransfer.target import Target
 from tests.kvtransfer.peers import FakeReceiver, Pair, RawSender, eventually
+
+settings.register_profile("no timing", deadline=None)
+settings.load_profile("no timing")
 
 
 @pytest.fixture(params=["tcp"])
@@ -32,6 +37,14 @@ def pair(transport: str) -> Iterator[Pair]:
     pair = Pair(transport)
     yield pair
     pair.close()
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """No log records, which pytest would keep: for tests that weigh memory."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture
@@ -61,5 +74,5 @@ class RawSenders:
         return sender
 
     def close(self) -> None:
-        for sender in self._made:
-            sender.close()
+        while self._made:
+            self._made.pop().close()

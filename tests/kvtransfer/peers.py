@@ -233,6 +233,7 @@ class FakeReceiver:
         self.regions = regions
         self.incarnation = bytes(range(16))
         self._socket = socket.create_server(("127.0.0.1", 0))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)  # full soon when nobody reads
         self.endpoint = f"tcp://127.0.0.1:{self._socket.getsockname()[1]}"
         self._links: list[TcpLink] = []
 

@@ -123,6 +123,7 @@ def test_a_recorded_handshake_is_of_no_use(pair: Pair, raw: RawSenders) -> None:
         between = tap.accept()[0]
         with socket.create_connection((host, port)) as onward, between:
             honest = raw(reservation, greet=False)
+
             def relay() -> None:
                 for _ in range(2):
                     data = between.recv(65536)
@@ -155,9 +156,7 @@ def test_a_receiver_that_cannot_prove_the_key_gets_no_rows(pair: Pair, fake: Fak
     link = fake.accept()
     hello = link.receive(deadline=time.monotonic() + PATIENCE_S).message
     assert isinstance(hello, wire.Hello)
-    link.send(
-        wire.Challenge(nonce=hello.nonce, proof=secrets.token_bytes(32)), deadline=time.monotonic() + PATIENCE_S
-    )
+    link.send(wire.Challenge(nonce=hello.nonce, proof=secrets.token_bytes(32)), deadline=time.monotonic() + PATIENCE_S)
     assert push.closed.wait(PATIENCE_S)
     assert isinstance(push.error, Unauthenticated)
     with pytest.raises(PeerLost):

@@ -1,0 +1,23 @@
+"""A decode worker's transfer end as a process of its own: reserves 64 rows, prints the target, waits to be killed."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from kvtransfer import KvReceiver
+from tests.kvtransfer.peers import FINGERPRINT, KEY, Ends, make_regions
+
+
+def main(port: int) -> None:
+    receiver = KvReceiver(make_regions(2, row_bytes=64 << 10), fingerprint=FINGERPRINT, cluster_key=KEY, port=port)
+    receiver.start()
+    reservation = receiver.reserve(
+        request_id="r1", attempt=1, rows={"kv": range(64)}, timeout_s=60, on_commit=Ends(), on_failed=Ends()
+    )
+    print(receiver.endpoint, reservation.target.hex(), flush=True)
+    time.sleep(60)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

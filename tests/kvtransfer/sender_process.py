@@ -1,0 +1,20 @@
+"""A prefill worker's transfer end as a process of its own: pushes one layer to the target it is given, then hangs."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from kvtransfer import KvSender
+from tests.kvtransfer.peers import FINGERPRINT, KEY, make_regions
+
+
+def main(target: bytes) -> None:
+    sender = KvSender(make_regions(1), fingerprint=FINGERPRINT, cluster_key=KEY)
+    push = sender.open(target, request_id="r1", attempt=1, timeout_s=60)
+    push.put(0, range(4), range(4))
+    time.sleep(60)
+
+
+if __name__ == "__main__":
+    main(bytes.fromhex(sys.argv[1]))

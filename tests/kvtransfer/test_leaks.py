@@ -1,0 +1,112 @@
+"""A thousand transfers that fail leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import tracemalloc
+
+import pytest
+
+from kvtransfer import KvSender, wire
+from tests.kvtransfer.conftest import RawSenders
+from tests.kvtransfer.peers import FINGERPRINT, KEY, PATIENCE_S, Ends, Pair, eventually
+
+
+def fail_by_abort(pair: Pair, raw: RawSenders, attempt: int) -> None:
+    reservation, ends = pair.reserve([1, 2], attempt=attempt)
+    push = pair.open(reservation)
+    push.put(0, [0, 1], [3, 4])
+    push.abort("test")
+    assert push.closed.wait(PATIENCE_S)
+    ends.wait()
+    reservation.release()
+
+
+def fail_by_expiry(pair: Pair, raw: RawSenders, attempt: int) -> None:
+    reservation, ends = pair.reserve([1, 2], attempt=attempt, timeout_s=0.001)
+    push = pair.open(reservation)
+    push.put(0, [0, 1], [3, 4])
+    ends.wait()
+    reservation.release()
+    push.commit(b"", done := Ends())
+    assert done.wait().error is not None
+
+
+def fail_by_release(pair: Pair, raw: RawSenders, attempt: int) -> None:
+    reservation, _ = pair.reserve([1, 2], attempt=attempt)
+    push = pair.open(reservation)
+    push.put(0, [0, 1], [3, 4])
+    reservation.release()
+    push.commit(b"", done := Ends())
+    assert done.wait().error is not None
+
+
+def fail_by_missing_rows(pair: Pair, raw: RawSenders, attempt: int) -> None:
+    reservation, ends = pair.reserve([1, 2], attempt=attempt)
+    push = pair.open(reservation)
+    push.put(0, [0], [3])
+    push.commit(b"", done := Ends())
+    assert done.wait().error is not None
+    ends.wait()
+    reservation.release()
+
+
+def fail_by_damage_and_lost_link(pair: Pair, raw: RawSenders, attempt: int) -> None:
+    reservation, ends = pair.reserve([1, 2], attempt=attempt)
+    sender = raw(reservation)
+    sender.put(0, [0], [3], checksums=wire.pack_u64([0]))
+    assert sender.refusal() == "ChecksumMismatch"
+    ends.wait()
+    sender.close()
+    reservation.release()
+
+
+def fail_by_incompatibility(pair: Pair, raw: RawSenders, attempt: int) -> None:
+    stranger = KvSender(pair.source, fingerprint=FINGERPRINT + "?", cluster_key=KEY)
+    reservation, _ = pair.reserve([1, 2], attempt=attempt)
+    push = pair.open(reservation, sender=stranger)
+    assert push.closed.wait(PATIENCE_S)
+    stranger.close()
+    reservation.release()
+
+
+KINDS = (
+    fail_by_abort,
+    fail_by_expiry,
+    fail_by_release,
+    fail_by_missing_rows,
+    fail_by_damage_and_lost_link,
+    fail_by_incompatibility,
+)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_thousand_failed_transfers_leave_everything_flat(pair: Pair, raw: RawSenders) -> None:
+    def fail(first: int, last: int) -> tuple[int, int]:
+        for attempt in range(first, last):
+            KINDS[attempt % len(KINDS)](pair, raw, attempt)
+            pair.sender_counters.ends.clear()
+            pair.receiver_counters.ends.clear()
+            pair.sender_counters.depths.clear()
+            pair.receiver_counters.refusals.clear()
+            raw.close()
+        eventually(lambda: len(pair.receiver._links) <= 1)
+        assert pair.receiver.num_reservations == 0
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    fail(1, 61)
+    tracemalloc.start()
+    try:
+        flat = fail(61, 121)
+        gc.collect()
+        base = tracemalloc.get_traced_memory()[0]
+        assert fail(121, 1061) == flat
+        gc.collect()
+        grown = tracemalloc.get_traced_memory()[0] - base
+    finally:
+        tracemalloc.stop()
+    assert grown < 100_000
+    assert len(pair.sender._links) == 1
+    pair.assert_serves()
