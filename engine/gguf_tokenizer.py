@@ -117,6 +117,6 @@ def _pre_tokenizer(pre: str) -> Any:
         words = _QWEN2_WORDS if pre == "qwen2" else _LLAMA3_WORDS
         return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(words), "isolated"), byte_level])
     raise ConfigError(
-        f"the GGUF file's tokenizer splits words by the rules of {pre!r}; known are smollm, qwen2, llama-bpe and gpt-2: "
-        "use the model's Hugging Face directory instead"
+        f"the GGUF file's tokenizer splits words by the rules of {pre!r}; known are smollm, qwen2, llama-bpe and "
+        "gpt-2: use the model's Hugging Face directory instead"
     )

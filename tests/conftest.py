@@ -1,0 +1,16 @@
+"""Fixtures that several folders share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from twinpool import model_store
+
+
+@pytest.fixture(scope="session")
+def model_dir() -> Path:
+    """The embedded default model, fetched once into the model store; TWINPOOL_TEST_MODEL names another to check."""
+    return model_store.ensure(os.environ.get("TWINPOOL_TEST_MODEL") or model_store.DEFAULT_MODEL)

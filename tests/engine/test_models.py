@@ -1,0 +1,138 @@
+"""Logits of every model family against transformers, on small random models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from engine.batch import Batch
+from engine.engine import Engine
+from tests import tiny_models
+from tests.engine.running import Running, greedy, logits_in_chunks, step
+
+MEMORY_BYTES = 16 << 20
+TOLERANCE = 1e-4  # of logits with a standard deviation of about 3
+
+
+def load(path: Path, *, kv_dtype: str = "fp32", dtype: str = "fp32", block_size: int = 16) -> Engine:
+    return Engine.load(path, dtype=dtype, kv_dtype=kv_dtype, block_size=block_size, memory_bytes=MEMORY_BYTES)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 300, (length,), generator=generator).tolist()
+
+
+@pytest.fixture(scope="module", params=tiny_models.KINDS)
+def tiny_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shards = 3 if request.param in ("qwen2-yarn", "llama3-rope") else 1
+    return tiny_models.make(tmp_path_factory.mktemp("models") / request.param, request.param, shards=shards)
+
+
+def oracle_logits(path: Path, token_ids: list[int]) -> torch.Tensor:
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values()), f"transformers reads other tensors from {path}: {info}"
+    with torch.inference_mode():
+        return model(torch.tensor([token_ids])).logits[0]
+
+
+def test_logits_equal_transformers_whole_chunked_token_by_token_and_in_unequal_batches(tiny_dir: Path) -> None:
+    engine = load(tiny_dir)
+    token_ids = prompt(150)
+    expected = oracle_logits(tiny_dir, token_ids)
+
+    whole = logits_in_chunks(engine, token_ids, [150])
+    chunked = logits_in_chunks(engine, token_ids, [7, 16, 1, 33])
+    one_by_one = logits_in_chunks(engine, token_ids, [1])
+    others = [prompt(3, seed=1), prompt(40, seed=2)]
+    sequences = [Running(engine, 200) for _ in range(3)]
+    first = step(
+        engine, [sequences[0].item(others[0]), sequences[1].item(token_ids[:90]), sequences[2].item(others[1])]
+    )
+    second = step(engine, [sequences[1].item(token_ids[90:]), sequences[0].item([5])])
+    batched = torch.cat((first[1], second[0]))
+
+    for logits in (whole, chunked, one_by_one, batched):
+        assert (logits - expected).abs().max() < TOLERANCE
+    for sequence in sequences:
+        sequence.end()
+    assert engine.blocks.num_free == engine.cache.num_rows
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_prompts_logits_have_the_same_bits_however_it_is_cut_and_batched(
+    tmp_path: Path, dtype: str, kv_dtype: str
+) -> None:
+    engine = load(tiny_models.make(tmp_path, "qwen3"), dtype=dtype, kv_dtype=kv_dtype)
+    token_ids = prompt(100)
+    whole = logits_in_chunks(engine, token_ids, [100])
+    assert torch.equal(logits_in_chunks(engine, token_ids, [1]), whole)
+    assert torch.equal(logits_in_chunks(engine, token_ids, [13, 40]), whole)
+    sequences = [Running(engine, 100) for _ in range(2)]
+    together = step(engine, [sequences[0].item(prompt(31, seed=3)), sequences[1].item(token_ids)])
+    assert torch.equal(together[1], whole)
+
+
+def test_both_spellings_of_rope_give_the_same_model(tmp_path: Path) -> None:
+    scaling = {"factor": 8.0, "original_max_position_embeddings": 64}
+    old = tiny_models.make(tmp_path / "old", "qwen2-yarn")
+    new = tiny_models.make(
+        tmp_path / "new",
+        "qwen2-yarn",
+        rope_scaling=None,
+        rope_theta=None,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 1000000.0, **scaling},
+    )
+    token_ids = prompt(80)
+    assert torch.equal(logits_in_chunks(load(old), token_ids, [80]), logits_in_chunks(load(new), token_ids, [80]))
+    assert load(old).config.max_context == 512  # 8 times the 64 of config.json
+
+
+def test_layers_are_announced_in_order_with_their_rows_already_stored(tmp_path: Path) -> None:
+    engine = load(tiny_models.make(tmp_path, "llama"))
+    sequence = Running(engine, 20)
+    seen = []
+
+    def on_layer(index: int) -> None:
+        row = engine.cache.buffers[index][sequence.block_ids[0]]
+        seen.append((index, row.clone()))
+
+    engine.forward(Batch.build([sequence.item(prompt(20))], 16), on_layer)
+    assert [index for index, _ in seen] == [0, 1, 2]
+    for index, row in seen:
+        assert row.any()
+        assert torch.equal(row, engine.cache.buffers[index][sequence.block_ids[0]])
+
+
+def test_int8_cache_stays_close_to_the_lossless_one(tmp_path: Path) -> None:
+    path = tiny_models.make(tmp_path, "llama")
+    token_ids = prompt(120)
+    lossless = logits_in_chunks(load(path), token_ids, [120]).log_softmax(-1)
+    int8 = logits_in_chunks(load(path, kv_dtype="int8"), token_ids, [120]).log_softmax(-1)
+    assert (lossless.exp() * (lossless - int8)).sum(-1).mean() < 1e-3
+
+
+def test_fingerprint_tells_weights_and_layouts_apart(tmp_path: Path) -> None:
+    path = tiny_models.make(tmp_path / "a")
+    same = load(path, kv_dtype="int8").fingerprint
+    sharded = tiny_models.make(tmp_path / "b", shards=2)
+    assert load(path, kv_dtype="int8").fingerprint == same
+    assert load(sharded, kv_dtype="int8").fingerprint == same
+    others = {
+        load(tiny_models.make(tmp_path / "c", seed=1), kv_dtype="int8").fingerprint,
+        load(path, kv_dtype="bf16").fingerprint,
+        load(path, kv_dtype="int8", block_size=32).fingerprint,
+        load(path, kv_dtype="int8", dtype="bf16").fingerprint,
+    }
+    assert len(others | {same}) == 5
+
+
+def test_greedy_batch_equals_solo_runs(tmp_path: Path) -> None:
+    engine = load(tiny_models.make(tmp_path), kv_dtype="int8", dtype="bf16")
+    prompts = [prompt(length, seed=length) for length in (1, 15, 16, 17, 60)]
+    together = greedy(engine, prompts, 20)
+    assert together == [greedy(engine, [p], 20)[0] for p in prompts]
