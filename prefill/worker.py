@@ -194,18 +194,20 @@ class Worker:
         try:
             self._open_pushes(chunks)
             chunks = [chunk for chunk in chunks if not chunk.sequence.ended]
-            if chunks:
-                self._compute(chunks)
+            if not chunks:
+                return
+            first_tokens = self._compute(chunks)
+            self._metrics.step_seconds.observe(time.monotonic() - begin)
+            self._metrics.batch_prompts.observe(len(chunks))
+            self._metrics.batch_tokens.observe(sum(chunk.end - chunk.start for chunk in chunks))
+            for sequence, tokens in first_tokens:
+                self._deliver(sequence, tokens)
         except Exception as error:
             error_id = secrets.token_hex(4)
             logger.exception("prefill step failed", extra={"error_id": error_id, "prompts": len(chunks)})
             failure = Internal(f"prefill step failed ({error}); the worker's log has the details under {error_id}")
             for chunk in chunks:
                 self._end(chunk.sequence, failure)
-            return
-        self._metrics.step_seconds.observe(time.monotonic() - begin)
-        self._metrics.batch_prompts.observe(len(chunks))
-        self._metrics.batch_tokens.observe(sum(chunk.end - chunk.start for chunk in chunks))
 
     def _open_pushes(self, chunks: list[Chunk]) -> None:
         """Opens the pushes of prompts that begin; ends those that need not go on because their push has failed."""
@@ -216,13 +218,15 @@ class Worker:
             if sequence.push is not None or not request.target:
                 continue
             try:
+                timeout_s = sequence.received_at + request.timeout_s - time.monotonic()
                 sequence.push = self._sender.open(
-                    request.target, request_id=request.request_id, attempt=request.attempt, timeout_s=request.timeout_s
+                    request.target, request_id=request.request_id, attempt=request.attempt, timeout_s=timeout_s
                 )
             except TwinpoolError as error:  # a target that is not one
                 self._end(sequence, error)
 
-    def _compute(self, chunks: list[Chunk]) -> None:
+    def _compute(self, chunks: list[Chunk]) -> list[tuple[Sequence, list[Sampled]]]:
+        """Runs the step; the first tokens of the prompts that are complete with it."""
         items = [BatchItem(each.token_ids, each.start, each.sequence.block_ids) for each in chunks]
         batch = Batch.build(items, self._engine.blocks.block_size)
         finals = [self._final_rows(chunk, chunk.sequence.push) for chunk in chunks if chunk.sequence.push is not None]
@@ -241,8 +245,9 @@ class Worker:
                 self._collect_prompt_logprobs(chunk, hidden[batch.query_start[i] : batch.query_start[i + 1]])
         self._metrics.computed_tokens.inc(batch.num_tokens)
         last = [i for i, chunk in enumerate(chunks) if chunk.is_last]
-        if last:
-            self._sample([chunks[i].sequence for i in last], hidden[batch.last_token_rows[last]])
+        if not last:
+            return []
+        return self._sample([chunks[i].sequence for i in last], hidden[batch.last_token_rows[last]])
 
     def _final_rows(self, chunk: Chunk, push: Push) -> _Rows:
         num_blocks = len(chunk.sequence.block_ids)
@@ -260,7 +265,7 @@ class Worker:
             logits = self._engine.logits(hidden[begin : begin + len(piece)])
             sequence.prompt_logprobs += prompt_logprobs(logits, piece, request.sampling.logprobs or 0)
 
-    def _sample(self, sequences: list[Sequence], hidden: torch.Tensor) -> None:
+    def _sample(self, sequences: list[Sequence], hidden: torch.Tensor) -> list[tuple[Sequence, list[Sampled]]]:
         """hidden: [sequences, hidden], the last token of each prompt. Every choice draws from the prompt's one row."""
         rows, source = [], []
         for i, request in enumerate(sequence.request for sequence in sequences):
@@ -273,7 +278,7 @@ class Worker:
         now = time.monotonic()
         for sequence in sequences:
             sequence.sampled_at = now
-            self._deliver(sequence, [next(sampled) for _ in range(sequence.request.sampling.n)])
+        return [(sequence, [next(sampled) for _ in range(sequence.request.sampling.n)]) for sequence in sequences]
 
     def _deliver(self, sequence: Sequence, tokens: list[Sampled]) -> None:
         request, name = sequence.request, sequence.request.input_class
