@@ -152,6 +152,7 @@ class Deployment:
                 "port": "0",
                 "metrics-port": "0",
                 "threads": str(max(1, len(share))),
+                **({"kv-port": "0"} if pool == "decode" else {}),
                 **({"cores": ",".join(map(str, share))} if share else {}),
                 **spec.worker_options,
             }
