@@ -1,7 +1,7 @@
 """Builds the native kernels; everything else stands in pyproject.toml.
 
-They are a plain shared library behind a C interface, without Python's or torch's headers. They are optional: where no C++
-compiler is found, the package installs all the same and the "cpu" backend runs on plain torch.
+They are a plain shared library behind a C interface, without Python's or torch's headers. They are optional: where no
+C++ compiler is found, the package installs all the same and the "cpu" backend runs on plain torch.
 """
 
 from setuptools import Extension, setup
@@ -38,6 +38,8 @@ setup(
                 "-fvisibility=hidden",
                 "-pthread",
                 "-Wno-psabi",
+                "-Wno-maybe-uninitialized",  # gcc 12, in its own intrinsics
+                "-Wno-uninitialized",
             ],
             extra_link_args=["-pthread"],
             optional=True,

@@ -26,8 +26,8 @@ def load(name: str) -> ModuleType:
         raise ConfigError(f"unknown backend {name!r}: choose one of {', '.join(BACKENDS)}", field="backend")
     if name == "cpu" and native.library() is None:
         _log.warning(
-            "NATIVE CPU KERNELS ARE MISSING: running on plain torch, many times slower, and a request's tokens may depend on "
-            "what shares its batch. Install a C++ compiler (g++), then reinstall twinpool."
+            "NATIVE CPU KERNELS ARE MISSING: running on plain torch, many times slower, and a request's tokens may "
+            "depend on what shares its batch. Install a C++ compiler (g++), then reinstall twinpool."
         )
         name = "reference"
     return importlib.import_module(f"engine.ops.{name}")

@@ -1,8 +1,9 @@
 """The CPU backend: native kernels (csrc/) on raw pointers. Shapes and meaning of every function: reference.py.
 
-What the kernels promise beyond the reference: an output row of `linear`, of the norms and of attention is the same bits
-whatever other rows are in the call, however a prompt is cut into chunks, with any number of threads, and `decode_attention`
-gives what `prefill_attention` gives for that query. Arguments that do not fit raise TypeError or ValueError.
+What the kernels promise beyond the reference: an output row of `linear`, of the norms and of attention is the same
+bits whatever other rows are in the call, however a prompt is cut into chunks, with any number of threads, and
+`decode_attention` gives what `prefill_attention` gives for that query. Arguments that do not fit raise TypeError or
+ValueError.
 """
 
 from __future__ import annotations
@@ -24,9 +25,7 @@ _KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 _library = native.library()
 if _library is None:
-    raise ImportError(
-        "the native kernels are not built: run `pip install .` with a C++ compiler, or use the reference backend"
-    )
+    raise ImportError("the native kernels are not built: reinstall with a C++ compiler, or use the reference backend")
 _linear, _rms_norm, _rope = _library.twinpool_linear, _library.twinpool_rms_norm, _library.twinpool_rope
 _silu_mul, _store_kv, _attention = _library.twinpool_silu_mul, _library.twinpool_store_kv, _library.twinpool_attention
 _set_num_threads = _library.twinpool_set_num_threads
@@ -190,9 +189,8 @@ def prefill_attention(
     if head_dim % 2:
         raise ValueError(f"head_dim must be even, not {head_dim}")
     if block_tables.dtype != torch.int32 or block_tables.dim() != 2 or block_tables.shape[0] != num_sequences:
-        raise ValueError(
-            f"block_tables must be int32 [{num_sequences}, max_blocks], not {block_tables.dtype} {list(block_tables.shape)}"
-        )
+        got = f"{block_tables.dtype} {list(block_tables.shape)}"
+        raise ValueError(f"block_tables must be int32 [{num_sequences}, max_blocks], not {got}")
     if len(query_start) != num_sequences + 1 or query_start[0] != 0 or query_start[-1] != tokens:
         raise ValueError(f"query_start must run from 0 to {tokens} in {num_sequences + 1} numbers, not {query_start}")
     if context_lens and max(context_lens) > block_tables.shape[1] * view.block_size:
@@ -241,11 +239,10 @@ def _cache_args(view: KvView) -> native.KvCacheArgs:
         raise TypeError(f"the cache must be int8 with scales, bfloat16 or float32, not {k.dtype} and {v.dtype}")
     num_rows, num_kv_heads, block_size, head_dim = k.shape
     row_bytes = k.stride(0) * k.itemsize
-    planes = [(k, (block_size * head_dim, head_dim, 1)), (v, (block_size * head_dim, head_dim, 1))]
-    if k_scale is not None and v_scale is not None:
-        planes += [(k_scale, (block_size, 1)), (v_scale, (block_size, 1))]
-    for plane, dense in planes:
-        if plane.shape != k.shape[: plane.dim()] or plane.stride()[1:] != dense:
+    dense = (block_size * head_dim, head_dim, 1)
+    for plane in (k, v) if k_scale is None or v_scale is None else (k, v, k_scale, v_scale):
+        dims = plane.dim()
+        if plane.shape != k.shape[:dims] or plane.stride()[1:] != (dense if dims == 4 else (block_size, 1)):
             raise ValueError("the planes of a cache row must have one shape and be contiguous")
         if num_rows > 1 and plane.stride(0) * plane.itemsize != row_bytes:
             raise ValueError("the rows of all planes of a cache must be equally far apart")

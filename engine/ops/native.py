@@ -81,6 +81,6 @@ def isa() -> str:
 
 
 def select_isa(name: str) -> bool:
-    """Switches to another instruction set, where this machine has it (for tests and benchmarks; no kernel may be running)."""
+    """Switches to another instruction set where this machine has it; for tests, and only while no kernel runs."""
     loaded = library()
     return loaded is not None and bool(loaded.twinpool_select_isa(name.encode()))

@@ -1,8 +1,9 @@
-"""Every operator in plain torch: the specification that each backend is tested against, and the fallback without a compiler.
+"""Every operator in plain torch: what each backend is tested against, and the fallback without a compiler.
 
 Shapes: T packed tokens of S sequences, H hidden size, N query heads, M KV heads, D head size. Activations are in the
 model's dtype (bf16 or fp32); reductions are done in fp32. Attention always sees what the cache holds, never the values
-from before quantization, so that a prompt gives the same result whole, in chunks, behind a cached prefix or after a transfer.
+from before quantization, so that a prompt gives the same result whole, in chunks, behind a cached prefix or after a
+transfer.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def add_rms_norm(
 
 
 def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Half-split rotary embedding (pairs i, i + D/2). q [T, N, D], k [T, M, D]; cos, sin [T, D/2] fp32, scaled already."""
+    """Rotary embedding of pairs i, i + D/2. q [T, N, D], k [T, M, D]; cos, sin [T, D/2] fp32, scaled already."""
 
     def rotate(x: torch.Tensor) -> torch.Tensor:
         c, s = cos.unsqueeze(1).to(x.dtype), sin.unsqueeze(1).to(x.dtype)
@@ -95,7 +96,7 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, view: KvView, slots: torch.Tensor
 def gather_kv(
     view: KvView, block_ids: torch.Tensor, length: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first `length` tokens of a sequence, dequantized: k, v [M, length, D] in `dtype`. block_ids int64 [blocks]."""
+    """The first `length` tokens of a sequence, dequantized: k, v [M, length, D]. block_ids int64 [blocks]."""
 
     def gather(plane: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         x = plane[block_ids]

@@ -1,4 +1,4 @@
-"""A row's result is the same bits whatever shares the call: the property that splitting, batching and chunking rest on."""
+"""A row's result is the same bits whatever shares the call: what splitting, batching and chunking rest on."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_attention_does_not_depend_on_chunks_batch_mix_or_threads(dtype, shape):
     choose = random.Random(8)
     for _ in range(12):
         cpu.set_num_threads(choose.randint(1, 4))
-        # Any chunk of any sequences, in any order: contexts end with the chunk, as they do when a prompt comes in chunks.
+        # Any chunk of any sequences, in any order; a context ends with its chunk, as when a prompt comes in chunks.
         batch = choose.sample(range(len(lengths)), choose.randint(1, len(lengths)))
         chunks = []
         for s in batch:

@@ -205,11 +205,11 @@ def assert_attention_equals_reference(case, dtype, query_start, context_lens, q)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-@pytest.mark.parametrize("block_size", [16, 32, 64])
 @pytest.mark.parametrize(
-    ("heads", "head_dim"), [((9, 3), 64), ((4, 4), 16), ((14, 2), 32), ((8, 1), 128), ((2, 2), 80)]
+    ("heads", "head_dim", "block_size"),
+    [((9, 3), 64, 16), ((9, 3), 64, 64), ((4, 4), 16, 32), ((14, 2), 32, 16), ((8, 1), 128, 64), ((2, 2), 80, 32)],
 )
-def test_attention_equals_reference(dtype, kv_dtype, block_size, heads, head_dim):
+def test_attention_equals_reference(dtype, kv_dtype, heads, head_dim, block_size):
     lengths = [1, 2, 63, 64, 65, 131]
     case = paged(lengths, dtype=dtype, kv_dtype=kv_dtype, block_size=block_size, heads=heads, head_dim=head_dim)
     q, starts = case.all_queries()

@@ -11,11 +11,47 @@ constexpr int kTile = kPanel;
 
 // ---- unpacking ----
 
-// The tile's tokens of one plane: where each one's head_dim values are.
+// Where the tile's tokens lie in the cache, and what their scores and values are to be multiplied with.
 template <class Kv>
-struct TileRows {
-  const Kv* token[kTile];
+struct Tile {
+  const Kv *keys[kTile], *values[kTile];  // each token's head_dim numbers
+  float score_scale[kTile], value_scale[kTile];
 };
+
+// Fills in the tile of `kv_head` that starts at token `start`. What lies beyond the context is replaced by `zeros`: no row sees
+// it, and nothing that happens to be there can reach a sum.
+template <class Kv>
+void find_tile(const AttentionArgs& args, const AttentionTask& task, int64_t start, const Kv* zeros, Tile<Kv>& tile) {
+  const KvCacheArgs& cache = args.cache;
+  const int32_t* blocks = reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(args.block_tables) +
+                                                           task.sequence * args.block_tables_stride);
+  const int64_t length = std::min<int64_t>(kTile, args.context_lens[task.sequence] - start);
+  uint16_t k_scale[kTile] = {}, v_scale[kTile] = {};
+  int64_t block = start / cache.block_size, place = start % cache.block_size;
+  for (int64_t t = 0, run; t < length; t += run, ++block, place = 0) {  // runs of tokens of one block are contiguous
+    run = std::min(length - t, cache.block_size - place);
+    const int64_t row = blocks[block] * cache.row_bytes, index = cache.row_of(place, task.kv_head);
+    const Kv* key = reinterpret_cast<const Kv*>(cache.k + row) + index * cache.head_dim;
+    const Kv* value = reinterpret_cast<const Kv*>(cache.v + row) + index * cache.head_dim;
+    for (int64_t i = 0; i < run; ++i, key += cache.head_dim, value += cache.head_dim) {
+      tile.keys[t + i] = key;
+      tile.values[t + i] = value;
+    }
+    if constexpr (sizeof(Kv) == 1) {
+      const auto copy = [&](uint16_t* to, const uint16_t* plane) {
+        std::memcpy(to + t, reinterpret_cast<const char*>(plane + index) + row, run * sizeof(uint16_t));
+      };
+      copy(k_scale, cache.k_scale);
+      copy(v_scale, cache.v_scale);
+    }
+  }
+  for (int64_t t = std::max<int64_t>(length, 0); t < kTile; ++t) tile.keys[t] = tile.values[t] = zeros;
+  for (int t = 0; t < kTile; t += kLanes) {
+    const bool quantized = sizeof(Kv) == 1;
+    store(tile.score_scale + t, quantized ? load_half(k_scale + t) * args.scale : splat(args.scale));
+    store(tile.value_scale + t, quantized ? load_half(v_scale + t) : splat(1.0f));
+  }
+}
 
 // Words as panels want them, from the values of k and k + 1 (bf16), or of k alone (fp32).
 template <class Kv>
@@ -25,16 +61,16 @@ TWINPOOL_INLINE U32 to_bf16_bits(F32 v) {
 }
 
 template <class T, class Kv>
-void unpack_keys(const TileRows<Kv>& rows, int64_t head_dim, uint32_t* staging, uint32_t* panel) {
+void unpack_keys(const Kv* const* keys, int64_t head_dim, uint32_t* staging, uint32_t* panel) {
   const int64_t words = head_dim / kPerWord<T>, stride = ceil_div(words, kLanes) * kLanes;
   for (int t = 0; t < kTile; ++t) {
     T* to = reinterpret_cast<T*>(staging + t * stride);
     for (int64_t d = 0; d < head_dim; d += kLanes) {
-      const F32 value = load(rows.token[t] + d, head_dim - d);
+      const F32 value = load(keys[t] + d, head_dim - d);
       if constexpr (sizeof(T) == sizeof(float)) {
         store(to + d, value);
       } else {
-        store_vector(to + d, __builtin_convertvector(to_bf16_bits<Kv>(value), U16));
+        narrow(to + d, to_bf16_bits<Kv>(value));
       }
     }
   }
@@ -49,17 +85,17 @@ void unpack_keys(const TileRows<Kv>& rows, int64_t head_dim, uint32_t* staging, 
 }
 
 template <class T, class Kv>
-void unpack_values(const TileRows<Kv>& rows, int64_t head_dim, uint32_t* panels) {
+void unpack_values(const Kv* const* values, int64_t head_dim, uint32_t* panels) {
   constexpr int kSteps = kTile / kPerWord<T>;
   for (int step = 0; step < kSteps; ++step)
     for (int64_t d = 0; d < head_dim; d += kLanes) {
       const int64_t left = head_dim - d;
       U32 words;
       if constexpr (sizeof(T) == sizeof(float)) {
-        words = (U32)load(rows.token[step] + d, left);
+        words = (U32)load(values[step] + d, left);
       } else {
-        words = to_bf16_bits<Kv>(load(rows.token[2 * step] + d, left)) |
-                to_bf16_bits<Kv>(load(rows.token[2 * step + 1] + d, left)) << 16;
+        words = to_bf16_bits<Kv>(load(values[2 * step] + d, left)) |
+                to_bf16_bits<Kv>(load(values[2 * step + 1] + d, left)) << 16;
       }
       store_vector(panels + (d / kPanel * kSteps + step) * kPanel + d % kPanel, words);
     }
@@ -76,14 +112,13 @@ struct SoftmaxState {
 template <class T>
 void softmax_tile(float* scores, const float* score_scale, const float* value_scale, int64_t last, SoftmaxState& state,
                   T* weights, float* out, int64_t out_width) {
-  const F32 minus_infinity = splat(-INFINITY);
-  F32 largest = minus_infinity;
+  F32 largest = splat(-INFINITY);
   for (int t = 0; t < kTile; t += kLanes) {
     F32 score = load(scores + t) * load(score_scale + t);
     if (last < kTile - 1) {
-      I32 token;
-      for (int i = 0; i < kLanes; ++i) token[i] = t + i;
-      score = token > static_cast<int32_t>(last) ? minus_infinity : score;
+      I32 token = {};
+      for (int i = 0; i < kLanes; ++i) token[i] = i;
+      score = token > static_cast<int32_t>(last) - t ? splat(-INFINITY) : score;
     }
     store(scores + t, score);
     largest = max(score, largest);
@@ -93,7 +128,7 @@ void softmax_tile(float* scores, const float* score_scale, const float* value_sc
   for (int t = 0; t < kTile; t += kLanes) {
     const F32 weight = exp(load(scores + t) - new_max);
     total += weight;
-    store(weights + t, weight * load(value_scale + t));
+    store_normal(weights + t, weight * load(value_scale + t));
   }
   const float correction = exp(splat(state.max - new_max))[0];
   state.max = new_max;
@@ -112,10 +147,11 @@ void attend(const AttentionArgs& args, const AttentionTask& task) {
   constexpr int kValueSteps = kTile / kPerWord<T>;
 
   T *q, *weights;
-  float *out, *scores, *score_scale, *value_scale;
+  float *out, *scores;
   SoftmaxState* state;
   uint32_t *key_panel, *value_panels, *staging;
   Kv* zeros;
+  Tile<Kv>* tile;
   const auto carve = [&](char* base) {
     Carver carver(base);
     q = carver.take<T>(rows * head_dim);
@@ -126,8 +162,7 @@ void attend(const AttentionArgs& args, const AttentionTask& task) {
     staging = carver.take<uint32_t>(kTile * (words + kLanes));
     scores = carver.take<float>(kMaxRows * kTile);
     weights = carver.take<T>(kMaxRows * kTile);
-    score_scale = carver.take<float>(kTile);
-    value_scale = carver.take<float>(kTile);
+    tile = carver.take<Tile<Kv>>(1);
     zeros = carver.take<Kv>(head_dim);
     return carver.bytes();
   };
@@ -143,43 +178,18 @@ void attend(const AttentionArgs& args, const AttentionTask& task) {
   std::memset(value_panels, 0, out_width * kValueSteps * sizeof(uint32_t));
   std::memset(zeros, 0, head_dim * sizeof(Kv));
 
-  const int32_t* blocks = reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(args.block_tables) +
-                                                           task.sequence * args.block_tables_stride);
-  const int64_t context = args.context_lens[task.sequence], end = task.position + task.num_queries;
-  for (int64_t tile = 0; tile < end; tile += kTile) {
-    // Tokens after the context are zeros: no row sees them, and nothing that happens to lie there can reach a sum.
-    TileRows<Kv> keys, values;
-    int64_t block = tile / cache.block_size, place = tile % cache.block_size;
-    for (int t = 0; t < kTile; ++t) {
-      if (tile + t >= context) {
-        keys.token[t] = values.token[t] = zeros;
-        score_scale[t] = value_scale[t] = 0.0f;
-        continue;
-      }
-      const int64_t row = blocks[block] * cache.row_bytes, index = cache.row_of(place, task.kv_head);
-      keys.token[t] = reinterpret_cast<const Kv*>(cache.k + row) + index * head_dim;
-      values.token[t] = reinterpret_cast<const Kv*>(cache.v + row) + index * head_dim;
-      score_scale[t] = args.scale;
-      value_scale[t] = 1.0f;
-      if constexpr (sizeof(Kv) == 1) {
-        const auto scale_at = [&](const uint16_t* plane) {
-          return half_to_float(reinterpret_cast<const uint16_t*>(reinterpret_cast<const char*>(plane) + row)[index]);
-        };
-        score_scale[t] *= scale_at(cache.k_scale);
-        value_scale[t] = scale_at(cache.v_scale);
-      }
-      if (++place == cache.block_size) ++block, place = 0;
-    }
-    unpack_keys<T>(keys, head_dim, staging, key_panel);
-    unpack_values<T>(values, head_dim, value_panels);
+  for (int64_t start = 0; start < task.position + task.num_queries; start += kTile) {
+    find_tile(args, task, start, zeros, *tile);
+    unpack_keys<T>(tile->keys, head_dim, staging, key_panel);
+    unpack_values<T>(tile->values, head_dim, value_panels);
 
-    const int64_t first_seeing = std::max<int64_t>(0, tile - task.position) * group;
+    const int64_t first_seeing = std::max<int64_t>(0, start - task.position) * group;
     for (int64_t r = first_seeing, n; r < rows; r += n) {
       n = std::min<int64_t>(kMaxRows, rows - r);
       multiply_rows<T>(reinterpret_cast<const char*>(q + r * head_dim), head_dim * sizeof(T), n, key_panel, words, scores, kTile,
                        false);
       for (int64_t i = 0; i < n; ++i)
-        softmax_tile(scores + i * kTile, score_scale, value_scale, task.position + (r + i) / group - tile, state[r + i],
+        softmax_tile(scores + i * kTile, tile->score_scale, tile->value_scale, task.position + (r + i) / group - start, state[r + i],
                      weights + i * kTile, out + (r + i) * out_width, out_width);
       for (int64_t d = 0; d < head_dim; d += kPanel)
         multiply_rows<T>(reinterpret_cast<const char*>(weights), kTile * sizeof(T), n, value_panels + d * kValueSteps, kValueSteps,

@@ -26,17 +26,21 @@ uint16_t quantize(const T* x, int64_t width, int8_t* codes) {
     half = static_cast<uint16_t>((bits >> 13) - (112u << 10));
   }
 
-  const F32 divisor = splat(half_to_float(half));
+  const uint16_t halves[kLanes] = {half};
+  const F32 divisor = splat(load_half(halves)[0]);
   for (int64_t i = 0; i < width; i += kLanes) {
     F32 code = load(x + i, width - i) / divisor;
     code = code > 127.0f ? splat(127.0f) : code;
     code = code < -127.0f ? splat(-127.0f) : code;
     const F32 shifter = splat(0x1.8p23f);  // adding it leaves the nearest even integer in the low bits
     const I32 integer = (I32)(code + shifter) - (I32)shifter;
-    const I8 narrow = __builtin_convertvector(integer, I8);
-    int8_t lanes[kLanes];
-    store_vector(lanes, narrow);
-    std::memcpy(codes + i, lanes, std::min<int64_t>(kLanes, width - i));
+    if (width - i >= kLanes) {
+      narrow(codes + i, integer);
+    } else {
+      int8_t lanes[kLanes];
+      narrow(lanes, integer);
+      std::memcpy(codes + i, lanes, width - i);
+    }
   }
   return half;
 }

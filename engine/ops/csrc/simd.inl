@@ -8,8 +8,6 @@ constexpr int kLanes = TWINPOOL_LANES;
 typedef float F32 __attribute__((vector_size(4 * kLanes)));
 typedef int32_t I32 __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t U32 __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t U16 __attribute__((vector_size(2 * kLanes)));
-typedef int8_t I8 __attribute__((vector_size(kLanes)));
 
 template <class V>
 TWINPOOL_INLINE V load_vector(const void* from) {
@@ -25,45 +23,105 @@ TWINPOOL_INLINE void store_vector(void* to, V v) {
 
 TWINPOOL_INLINE F32 splat(float x) { return x - F32{}; }
 TWINPOOL_INLINE U32 splat(uint32_t x) { return x - U32{}; }
+TWINPOOL_INLINE I32 splat(int32_t x) { return x - I32{}; }
 
-TWINPOOL_INLINE F32 fma(F32 a, F32 b, F32 c) {
+// ---- what the vector extensions cannot say, or gcc makes slow code of: fused multiply-add, widening and narrowing ----
+
 #if TWINPOOL_LANES == 16
-  return _mm512_fmadd_ps(a, b, c);
+TWINPOOL_INLINE F32 fma(F32 a, F32 b, F32 c) { return _mm512_fmadd_ps(a, b, c); }
+TWINPOOL_INLINE I32 widen(const int8_t* from) { return (I32)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)); }
+TWINPOOL_INLINE U32 widen(const uint16_t* from) {
+  return (U32)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
+}
+TWINPOOL_INLINE void narrow(int8_t* to, I32 v) { _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)v)); }
+TWINPOOL_INLINE void narrow(uint16_t* to, U32 v) { _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16((__m512i)v)); }
 #elif TWINPOOL_LANES == 8
-  return _mm256_fmadd_ps(a, b, c);
-#elif defined(__aarch64__)
+TWINPOOL_INLINE F32 fma(F32 a, F32 b, F32 c) { return _mm256_fmadd_ps(a, b, c); }
+TWINPOOL_INLINE I32 widen(const int8_t* from) { return (I32)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)); }
+TWINPOOL_INLINE U32 widen(const uint16_t* from) { return (U32)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)); }
+TWINPOOL_INLINE __m128i narrow_to_16(__m256i v) {
+  return _mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+}
+TWINPOOL_INLINE void narrow(int8_t* to, I32 v) {
+  const __m128i bytes = narrow_to_16((__m256i)(v & 0xff));
+  _mm_storel_epi64((__m128i*)to, _mm_packus_epi16(bytes, bytes));
+}
+TWINPOOL_INLINE void narrow(uint16_t* to, U32 v) { _mm_storeu_si128((__m128i*)to, narrow_to_16((__m256i)v)); }
+#else
+TWINPOOL_INLINE F32 fma(F32 a, F32 b, F32 c) {
+#if defined(__aarch64__)
   return vfmaq_f32(c, a, b);
 #else
   return a * b + c;
 #endif
 }
+TWINPOOL_INLINE I32 widen(const int8_t* from) { return I32{from[0], from[1], from[2], from[3]}; }
+TWINPOOL_INLINE U32 widen(const uint16_t* from) { return U32{from[0], from[1], from[2], from[3]}; }
+template <class T, class V>
+TWINPOOL_INLINE void narrow(T* to, V v) {
+  for (int i = 0; i < kLanes; ++i) to[i] = static_cast<T>(v[i]);
+}
+#endif
 
 TWINPOOL_INLINE F32 max(F32 a, F32 b) { return a > b ? a : b; }
 
-// Sums in a fixed order: halves are added until one is left.
-TWINPOOL_INLINE float sum_lanes(F32 v) {
-  float lane[kLanes];
-  store_vector(lane, v);
-  for (int half = kLanes / 2; half; half /= 2)
-    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
-  return lane[0];
+// ---- moving lanes ----
+
+using Lanes = std::make_integer_sequence<uint32_t, kLanes>;
+
+// Lane i of the result is lane lanes[i] of a followed by b. With constant lanes this becomes the best instruction there is.
+TWINPOOL_INLINE U32 pick(U32 a, U32 b, U32 lanes) {
+#if defined(__clang__)
+  U32 picked;
+  for (int i = 0; i < kLanes; ++i) picked[i] = lanes[i] < kLanes ? a[lanes[i]] : b[lanes[i] - kLanes];
+  return picked;
+#else
+  return __builtin_shuffle(a, b, lanes);
+#endif
 }
 
+// The lanes kDistance further on, cyclically.
+template <uint32_t kDistance, uint32_t... lane>
+TWINPOOL_INLINE F32 rotate(F32 v, std::integer_sequence<uint32_t, lane...>) {
+  return (F32)pick((U32)v, (U32)v, U32{((lane + kDistance) % kLanes)...});
+}
+
+// Sums in a fixed order: halves are added until one lane is left.
+template <uint32_t kHalf = kLanes / 2>
+TWINPOOL_INLINE float sum_lanes(F32 v) {
+  v += rotate<kHalf>(v, Lanes());
+  if constexpr (kHalf > 1) return sum_lanes<kHalf / 2>(v);
+  return v[0];
+}
+
+template <uint32_t kHalf = kLanes / 2>
 TWINPOOL_INLINE float max_lanes(F32 v) {
-  float lane[kLanes];
-  store_vector(lane, v);
-  for (int half = kLanes / 2; half; half /= 2)
-    for (int i = 0; i < half; ++i) lane[i] = lane[i] > lane[i + half] ? lane[i] : lane[i + half];
-  return lane[0];
+  v = max(v, rotate<kHalf>(v, Lanes()));
+  if constexpr (kHalf > 1) return max_lanes<kHalf / 2>(v);
+  return v[0];
+}
+
+template <uint32_t kHalf, uint32_t... lane>
+TWINPOOL_INLINE void swap_quarters(U32& a, U32& b, std::integer_sequence<uint32_t, lane...>) {
+  const U32 upper = pick(a, b, U32{(lane & kHalf ? kLanes + lane - kHalf : lane)...});
+  b = pick(a, b, U32{(lane & kHalf ? kLanes + lane : lane + kHalf)...});
+  a = upper;
+}
+
+// Transposes by swapping the off-diagonal quarters of ever smaller squares.
+template <uint32_t kHalf = kLanes / 2>
+TWINPOOL_INLINE void transpose(U32 (&row)[kLanes]) {
+#pragma GCC unroll 16
+  for (uint32_t i = 0; i < kLanes; ++i)
+    if (!(i & kHalf)) swap_quarters<kHalf>(row[i], row[i + kHalf], Lanes());
+  if constexpr (kHalf > 1) transpose<kHalf / 2>(row);
 }
 
 // ---- conversions ----
 
 TWINPOOL_INLINE F32 load(const float* from) { return load_vector<F32>(from); }
-TWINPOOL_INLINE F32 load(const bf16* from) { return (F32)(__builtin_convertvector(load_vector<U16>(from), U32) << 16); }
-TWINPOOL_INLINE F32 load(const int8_t* from) {
-  return __builtin_convertvector(__builtin_convertvector(load_vector<I8>(from), I32), F32);
-}
+TWINPOOL_INLINE F32 load(const bf16* from) { return (F32)(widen(from) << 16); }
+TWINPOOL_INLINE F32 load(const int8_t* from) { return __builtin_convertvector(widen(from), F32); }
 
 // bf16 bits in the low halves: to the nearest, ties to even, NaN stays NaN (as torch).
 TWINPOOL_INLINE U32 round_to_bf16(F32 v) {
@@ -73,7 +131,17 @@ TWINPOOL_INLINE U32 round_to_bf16(F32 v) {
 }
 
 TWINPOOL_INLINE void store(float* to, F32 v) { store_vector(to, v); }
-TWINPOOL_INLINE void store(bf16* to, F32 v) { store_vector(to, __builtin_convertvector(round_to_bf16(v), U16)); }
+TWINPOOL_INLINE void store(bf16* to, F32 v) { narrow(to, round_to_bf16(v)); }
+
+// The same where subnormal numbers do not count.
+TWINPOOL_INLINE void store_normal(float* to, F32 v) { store(to, v); }
+TWINPOOL_INLINE void store_normal(bf16* to, F32 v) {
+#if TWINPOOL_BF16_DOT
+  store_vector(to, _mm512_cvtneps_pbh(v));
+#else
+  store(to, v);
+#endif
+}
 
 // v as a T holds it
 template <class T>
@@ -99,17 +167,11 @@ TWINPOOL_INLINE void store(T* to, F32 v, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = padded[i];
 }
 
-inline float half_to_float(uint16_t half) {
-  const uint32_t magnitude = half & 0x7fffu;
-  uint32_t bits = magnitude << 13;
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  value *= 0x1p112f;  // moves the exponent's bias, subnormals included
-  std::memcpy(&bits, &value, sizeof bits);
-  if (magnitude >= 0x7c00) bits |= 0x7f800000u;  // infinity, NaN
-  bits |= (half & 0x8000u) << 16;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
+TWINPOOL_INLINE F32 load_half(const uint16_t* from) {
+  const U32 half = widen(from), magnitude = half & 0x7fff;
+  U32 bits = (U32)((F32)(magnitude << 13) * 0x1p112f);  // moves the exponent's bias, subnormals included
+  bits |= magnitude >= 0x7c00 ? splat(0x7f800000u) : U32{};  // infinity, NaN
+  return (F32)(bits | (half & 0x8000) << 16);
 }
 
 // ---- exp ----
@@ -130,36 +192,4 @@ TWINPOOL_INLINE F32 exp(F32 x) {
   p = fma(p, r * r, r) + 1.0f;
   const I32 power = ((I32)shifted - (I32)shifter + 127) << 23;
   return x < -87.0f ? F32{} : p * (F32)power;
-}
-
-// ---- transpose ----
-
-TWINPOOL_INLINE U32 pick(U32 a, U32 b, U32 lanes) {  // lane i of the result is lane lanes[i] of a followed by b
-#if defined(__clang__)
-  U32 picked;
-  for (int i = 0; i < kLanes; ++i) picked[i] = lanes[i] < kLanes ? a[lanes[i]] : b[lanes[i] - kLanes];
-  return picked;
-#else
-  return __builtin_shuffle(a, b, lanes);
-#endif
-}
-
-// Transposes a square by swapping off-diagonal quarters of ever smaller squares.
-TWINPOOL_INLINE void transpose(U32 (&row)[kLanes]) {
-#pragma GCC unroll 4
-  for (int half = kLanes / 2; half; half /= 2) {
-    U32 upper, lower;
-#pragma GCC unroll 16
-    for (uint32_t i = 0; i < kLanes; ++i) {
-      upper[i] = i & half ? kLanes + i - half : i;
-      lower[i] = i & half ? kLanes + i : i + half;
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) {
-      if (i & half) continue;
-      const U32 a = row[i], b = row[i + half];
-      row[i] = pick(a, b, upper);
-      row[i + half] = pick(a, b, lower);
-    }
-  }
 }
