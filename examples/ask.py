@@ -1,6 +1,7 @@
 """Asks one question, prints the answer as it is made, and where the time went.
 
-    twinpool up                       # in another terminal
+Start `twinpool up` in another terminal, then:
+
     python examples/ask.py "What is the capital of France?"
 """
 

@@ -1,6 +1,7 @@
 """Many questions at once with asyncio: interactive ones and a batch, each with a deadline, failures one by one.
 
-    twinpool up --prefill 2 --decode 2
+Start `twinpool up --prefill 2 --decode 2` in another terminal, then:
+
     python examples/many.py
 """
 
@@ -16,7 +17,7 @@ async def ask(client: AsyncClient, city: str) -> str:
     sla_class = "interactive" if len(city) == 4 else "batch"
     question = f"In one short sentence, what is {city} known for?"
     try:
-        answer = await client.chat(question, max_tokens=40, seed=1, sla_class=sla_class, deadline_s=60)
+        answer = await client.chat(question, max_tokens=40, temperature=0, sla_class=sla_class, deadline_s=60)
     except errors.Overloaded as error:
         return f"{city}: the queue is full, try again in {error.retry_after_s} s"
     except errors.TwinpoolError as error:

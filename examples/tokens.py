@@ -1,6 +1,7 @@
 """Token ids instead of text: tokenize, score a sentence token by token, and draw three continuations of one prompt.
 
-    twinpool up                       # in another terminal
+Start `twinpool up` in another terminal, then:
+
     python examples/tokens.py
 """
 

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -49,7 +50,7 @@ class Routers:
 
     def __init__(
         self,
-        address: str | Sequence[str],
+        address: str | Sequence[str] | None,
         library: Any,
         *,
         timeout_s: float = 600.0,
@@ -58,6 +59,8 @@ class Routers:
         metadata: Sequence[tuple[str, str]] = (),
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
+        if address is None:
+            address = os.environ.get("TWINPOOL_ROUTERS") or DEFAULT_ADDRESS
         texts = address.split(",") if isinstance(address, str) else address
         self.addresses = [_with_port(text.strip()) for text in texts if text.strip()]
         if not self.addresses:

@@ -25,7 +25,7 @@ import grpc
 
 from twinpool import options as requests
 from twinpool import results
-from twinpool.calls import DEFAULT_ADDRESS, ConnectionOptions, Routers
+from twinpool.calls import ConnectionOptions, Routers
 from twinpool.options import Message, Prompt, RequestOptions
 from twinpool.results import Answer, Chunk, Generation, Model, Pools
 from twinpool.v1 import router_pb2 as v1
@@ -34,10 +34,11 @@ from twinpool.v1 import router_pb2 as v1
 class Client:
     """A connection to one router, or to several of which any will do.
 
-    `address` is HOST:PORT, several separated by commas, or a list: the next is used when one cannot be reached.
+    `address` is HOST:PORT, several separated by commas, or a list: the next is used when one cannot be reached. Without
+    one it is TWINPOOL_ROUTERS from the environment, else 127.0.0.1:7070.
     """
 
-    def __init__(self, address: str | Sequence[str] = DEFAULT_ADDRESS, **options: Unpack[ConnectionOptions]) -> None:
+    def __init__(self, address: str | Sequence[str] | None = None, **options: Unpack[ConnectionOptions]) -> None:
         self._routers = Routers(address, grpc, **options)
 
     def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Generation:
@@ -161,7 +162,7 @@ class Stream(Answer):
 class AsyncClient:
     """`Client` for asyncio: the same arguments and methods. `stream` returns an AsyncStream without being awaited."""
 
-    def __init__(self, address: str | Sequence[str] = DEFAULT_ADDRESS, **options: Unpack[ConnectionOptions]) -> None:
+    def __init__(self, address: str | Sequence[str] | None = None, **options: Unpack[ConnectionOptions]) -> None:
         self._routers = Routers(address, grpc.aio, **options)
 
     async def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Generation:

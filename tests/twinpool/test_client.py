@@ -322,6 +322,14 @@ def test_a_closed_client_refuses_calls(router: FakeRouter) -> None:
         client.models()
 
 
+def test_the_environment_says_where_the_router_is(router: FakeRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TWINPOOL_ROUTERS", router.address)
+    with Client() as client:
+        assert client.models()[0].name == "tiny"
+    monkeypatch.delenv("TWINPOOL_ROUTERS")
+    assert Client()._routers.addresses == ["127.0.0.1:7070"]
+
+
 @pytest.mark.parametrize("address", ["", "  ,", "http://host:1", "host:port", "host:99999", ":7070", []])
 def test_an_address_that_is_none_is_refused(address: Any) -> None:
     with pytest.raises(errors.ConfigError):

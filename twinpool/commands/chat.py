@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     with connect(args) as client:
         if interactive:
             names = ", ".join(model.name for model in client.models())
-            print(f"{names} at {args.router}. {HELP}.")
+            print(f"{names}: {HELP}.")
         talk(client, request_options(args), args.system, interactive)
     return 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from typing import Any
 
 from twinpool.calls import DEFAULT_ADDRESS
@@ -14,7 +13,7 @@ def add_router_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--router",
         metavar="HOST:PORT,...",
-        default=os.environ.get("TWINPOOL_ROUTERS") or DEFAULT_ADDRESS,
+        default=None,
         help=f"router to ask, or several of which any will do [default {DEFAULT_ADDRESS}; env TWINPOOL_ROUTERS]",
     )
 
