@@ -1,0 +1,137 @@
+"""Broken model directories and sizes that cannot work end in a ConfigError that says what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from engine import memory
+from engine.engine import Engine
+from tests import tiny_models
+from twinpool.errors import ConfigError
+
+
+def load(path: Path, **options) -> Engine:
+    return Engine.load(path, **({"backend": "reference", "block_size": 16, "memory_bytes": 1 << 20} | options))
+
+
+def edit_config(path: Path, **changes) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tiny_models.make(tmp_path / "model", "llama", shards=2)
+
+
+def refusal(path: Path, **options) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(path, **options)
+    return caught.value.message
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    assert str(tmp_path / "nowhere") in refusal(tmp_path / "nowhere")
+
+
+def test_a_directory_without_config_is_no_model(tmp_path: Path) -> None:
+    assert "config.json is missing" in refusal(tmp_path)
+
+
+def test_broken_json_is_named(path: Path) -> None:
+    (path / "config.json").write_text("{")
+    assert f"cannot read {path / 'config.json'}" in refusal(path)
+
+
+def test_an_unsupported_architecture_names_the_supported_ones(path: Path) -> None:
+    edit_config(path, model_type="gpt2")
+    assert "'gpt2' is not supported; supported are llama, qwen2, qwen3" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": None}, "hidden_size is None"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
+        ({"num_key_value_heads": 3}, "4 attention heads are no multiple of 3"),
+        (
+            {"rope_scaling": {"rope_type": "longrope"}},
+            "rope type 'longrope': supported are default, linear, llama3, yarn",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "needs the number factor"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not supported"),
+    ],
+)
+def test_a_config_that_cannot_run_is_refused(path: Path, changes: dict[str, object], message: str) -> None:
+    edit_config(path, **changes)
+    assert message in refusal(path)
+
+
+def test_a_missing_shard_is_named(path: Path) -> None:
+    (path / "model-00002-of-00002.safetensors").unlink()
+    assert "lacks model-00002-of-00002.safetensors" in refusal(path)
+
+
+def test_missing_weights_point_to_the_converter(path: Path) -> None:
+    for file in path.glob("model*"):
+        file.unlink()
+    assert "twinpool convert" in refusal(path)
+
+
+def test_a_truncated_file_is_named(path: Path) -> None:
+    file = path / "model-00001-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert f"cannot read {file}" in refusal(path)
+
+
+def test_a_missing_tensor_is_named(path: Path) -> None:
+    edit_config(path, num_hidden_layers=4)
+    assert "tensor model.layers.3.input_layernorm.weight is missing" in refusal(path)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(path: Path) -> None:
+    edit_config(path, intermediate_size=256)
+    message = refusal(path)
+    assert "model.layers.0.mlp.gate_proj.weight has shape [128, 64], config.json implies [256, 64]" in message
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("backend", "gpu"), ("dtype", "fp16"), ("kv_dtype", "int4"), ("block_size", 0)]
+)
+def test_a_wrong_option_is_named(path: Path, option: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(path, **{option: value})
+    assert caught.value.field == option
+    assert str(value) in caught.value.message
+
+
+def test_a_cache_without_room_for_a_block_is_refused(path: Path) -> None:
+    assert "raise --memory" in refusal(path, memory_bytes=100)
+
+
+def test_a_cache_over_the_machines_memory_is_refused_before_it_is_touched(path: Path) -> None:
+    message = refusal(path, memory_bytes=1 << 50)
+    assert "too little memory" in message
+    assert str(1 << 50) in message
+
+
+def test_memory_is_the_lesser_of_machine_and_container(tmp_path: Path) -> None:
+    meminfo, cgroup = tmp_path / "meminfo", tmp_path / "cgroup"
+    meminfo.write_text("MemTotal: 9000 kB\nMemAvailable: 5000 kB\n")
+    assert memory.available_bytes(cgroup, meminfo) == 5000 * 1024
+    cgroup.mkdir()
+    (cgroup / "memory.max").write_text("3000000\n")
+    (cgroup / "memory.current").write_text("2500000\n")
+    (cgroup / "memory.stat").write_text("anon 100\ninactive_file 400000\n")
+    assert memory.available_bytes(cgroup, meminfo) == 900_000
+    (cgroup / "memory.max").write_text("max\n")
+    assert memory.available_bytes(cgroup, meminfo) == 5000 * 1024
+    meminfo.unlink()
+    shutil.rmtree(cgroup)
+    assert memory.available_bytes(cgroup, meminfo) is None
