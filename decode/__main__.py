@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
@@ -40,41 +42,67 @@ def main() -> None:
 
 async def _serve(config: DecodeConfig, stop: asyncio.Event) -> None:
     warn_if_open(logger, config.host, config.cluster_key)
-    engine = Engine.load(
+    engine = _load(config)
+    registry = metrics.new_registry()
+    async with AsyncExitStack() as closing:  # in reverse order
+        receiver = KvReceiver(
+            regions(engine.cache),
+            fingerprint=engine.fingerprint,
+            cluster_key=config.cluster_key,
+            host=config.kv_host or config.host,
+            port=config.kv_port,
+            advertise=_kv_advertise(config),
+        )
+        receiver.start()
+        closing.callback(receiver.close)
+        worker = Worker(
+            engine,
+            receiver,
+            DecodeMetrics(registry),
+            decode_note=decode_note,
+            swap_bytes=config.swap,
+            max_batch=config.max_batch,
+            max_waiting=config.max_waiting,
+        )
+        worker.start()
+        closing.callback(worker.close)
+        http = metrics.serve_metrics(config.host, config.metrics_port, registry, healthy=lambda: worker.alive)
+        closing.callback(http.close)
+        server = DecodeServer(worker, reserve_timeout_s=config.reserve_timeout)
+        service = Service(name="twinpool.v1.Decode", add=add_DecodeServicer_to_server, servicer=server, internal=True)
+        serving = await serve([service], host=config.host, port=config.port, cluster_key=config.cluster_key)
+        closing.push_async_callback(serving.stop, grace_s=1)
+        address = advertised(config.advertise, config.host, serving.port, towards=next(iter(config.routers), ""))
+        registration = Registration(
+            routers=config.routers,
+            info=_info(config, engine, address, worker.max_context),
+            load=server.load,
+            cluster_key=config.cluster_key,
+        )
+        await registration.start()
+        closing.push_async_callback(registration.stop)
+        announce_ready(address, http.port, config.ready_file)
+        await until_stopped(stop, lambda: worker.alive)
+        server.draining = True
+        registration.report_now()
+        await serving.set_serving(False)
+        await until_idle(lambda: worker.num_open, config.drain_timeout)
+
+
+def _load(config: DecodeConfig) -> Engine:
+    return Engine.load(
         Path(config.model),
         backend=config.backend,
         dtype=config.dtype,
         kv_dtype=config.kv_dtype,
         block_size=config.block_size,
         memory_bytes=config.memory,
-        threads=config.threads,
+        threads=config.threads or len(os.sched_getaffinity(0)),
     )
-    registry = metrics.new_registry()
-    receiver = KvReceiver(
-        regions(engine.cache),
-        fingerprint=engine.fingerprint,
-        cluster_key=config.cluster_key,
-        host=config.kv_host or config.host,
-        port=config.kv_port,
-        advertise=_kv_advertise(config),
-    )
-    receiver.start()
-    worker = Worker(
-        engine,
-        receiver,
-        DecodeMetrics(registry),
-        decode_note=decode_note,
-        swap_bytes=config.swap,
-        max_batch=config.max_batch,
-        max_waiting=config.max_waiting,
-    )
-    worker.start()
-    server = DecodeServer(worker, reserve_timeout_s=config.reserve_timeout)
-    service = Service(name="twinpool.v1.Decode", add=add_DecodeServicer_to_server, servicer=server, internal=True)
-    http = metrics.serve_metrics(config.host, config.metrics_port, registry, healthy=lambda: worker.alive)
-    serving = await serve([service], host=config.host, port=config.port, cluster_key=config.cluster_key)
-    address = advertised(config.advertise, config.host, serving.port, towards=next(iter(config.routers), ""))
-    info = WorkerInfo(
+
+
+def _info(config: DecodeConfig, engine: Engine, address: str, max_context: int) -> WorkerInfo:
+    return WorkerInfo(
         worker_id=config.worker_id or f"decode-{address}",
         incarnation=new_incarnation(),
         pool=POOL_DECODE,
@@ -83,23 +111,9 @@ async def _serve(config: DecodeConfig, stop: asyncio.Event) -> None:
         fingerprint=engine.fingerprint,
         version=twinpool.__version__,
         block_size=engine.blocks.block_size,
-        max_context=worker.max_context,
+        max_context=max_context,
         rows_total=engine.blocks.num_blocks,
     )
-    registration = Registration(routers=config.routers, info=info, load=server.load, cluster_key=config.cluster_key)
-    try:
-        await registration.start()
-        announce_ready(address, http.port, config.ready_file)
-        await until_stopped(stop, lambda: worker.alive)
-        server.draining = True
-        registration.report_now()
-        await until_idle(lambda: worker.num_open, config.drain_timeout)
-    finally:
-        await registration.stop()
-        await serving.stop(grace_s=1)
-        worker.close()
-        receiver.close()
-        http.close()
 
 
 def _kv_advertise(config: DecodeConfig) -> str:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from service.metrics import BATCH_SEQUENCES, REQUEST_SECONDS, TOKEN_SECONDS, TRANSFER_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class ClassMetrics:
+    """What is counted for every token, for one SLA class."""
+
+    tokens: Counter
+    itl_seconds: Histogram
 
 
 class DecodeMetrics:
@@ -44,3 +54,12 @@ class DecodeMetrics:
         self.rows_total = gauge("rows_total", "Cache rows.")
         self.rows_used = gauge("rows_used", "Cache rows held by requests and reservations.")
         self.swap_rows_used = gauge("swap_rows_used", "Rows of the swap area that hold a sequence.")
+        self._of_class: dict[str, ClassMetrics] = {}
+
+    def of_class(self, sla_class: str) -> ClassMetrics:
+        """Looked up once: `labels` costs more than the counting."""
+        found = self._of_class.get(sla_class)
+        if found is None:
+            found = ClassMetrics(self.tokens.labels(sla_class), self.itl_seconds.labels(sla_class))
+            self._of_class[sla_class] = found
+        return found

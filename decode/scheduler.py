@@ -195,9 +195,9 @@ class Scheduler:
         """The step gave each of these sequences its next token."""
         for sequence, token in zip(sequences, sampled, strict=True):
             generation = sequence.generation
-            sla_class = generation.request.sla_class
-            self._metrics.tokens.labels(sla_class).inc()
-            self._metrics.itl_seconds.labels(sla_class).observe(now - sequence.last_token_at)
+            metrics = self._metrics.of_class(generation.request.sla_class)
+            metrics.tokens.inc()
+            metrics.itl_seconds.observe(now - sequence.last_token_at)
             sequence.output_token_ids.append(token.token_id)
             sequence.last_token_at = generation.last_token_at = now
             self._emit(generation, Token(sequence.choice, token))

@@ -97,6 +97,7 @@ class Worker:
         self._scheduler = Scheduler(limits, engine.blocks)
         self._metrics = metrics
         self._encode_note = encode_note
+        self.max_context = min(engine.config.max_context, engine.blocks.num_blocks * engine.blocks.block_size)
         self._max_requests = max_requests
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open: set[Sequence] = set()  # accepted, rows not yet freed
