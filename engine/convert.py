@@ -279,7 +279,6 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as exc:
         print(f"twinpool convert: {exc.message}", file=sys.stderr)
         return 2
-    print(f"wrote {args.directory}")
     return 0
 
 

@@ -326,3 +326,10 @@ def test_the_timeline_shows_every_span() -> None:
         "166.7",
     ):
         assert part in out.getvalue()
+
+
+def test_convert_fails_in_one_line(run: Run, tmp_path: Any) -> None:
+    status, out, err = run("convert", str(tmp_path / "none.gguf"), str(tmp_path / "target"))
+    assert (status, out) == (2, "")
+    assert "none.gguf" in err
+    assert not (tmp_path / "target").exists()

@@ -22,4 +22,5 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     model_store.convert(args.source, args.directory)
+    print(f"wrote {args.directory}")
     return 0
