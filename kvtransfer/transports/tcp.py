@@ -18,7 +18,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 from kvtransfer import wire
@@ -134,7 +134,7 @@ class TcpLink:
             except BlockingIOError:
                 return False
             except OSError as exc:
-                raise PeerLost(f"link to {self.peer} broke: {exc}") from exc
+                raise self._lost(exc) from exc
             _consume(self._unsent, sent)
         return True
 
@@ -151,8 +151,10 @@ class TcpLink:
     def fill(self, destination: Sequence[memoryview]) -> None:
         unfilled = deque(destination)
         while unfilled:
-            with self._mapped_errors():
+            try:
                 received = self._sock.recvmsg_into(list(islice(unfilled, _IOV_MAX)), 0, socket.MSG_WAITALL)[0]
+            except OSError as exc:
+                raise self._lost(exc) from exc
             if not received:
                 raise PeerLost(f"{self.peer} closed the link in the middle of a frame")
             _consume(unfilled, received)
@@ -171,7 +173,7 @@ class TcpLink:
         except BlockingIOError:
             return []
         except OSError as exc:
-            raise PeerLost(f"link to {self.peer} broke: {exc}") from exc
+            raise self._lost(exc) from exc
         if not data:
             raise PeerLost(f"{self.peer} closed the link")
         return self._replies.feed(data)
@@ -191,9 +193,12 @@ class TcpLink:
         while view:
             if deadline is not None:
                 self._wait(select.POLLIN, deadline)
-            with self._mapped_errors():
-                flag = socket.MSG_WAITALL if deadline is None else socket.MSG_DONTWAIT
-                received = self._sock.recv_into(view, 0, flag)
+            try:
+                received = self._sock.recv_into(
+                    view, 0, socket.MSG_WAITALL if deadline is None else socket.MSG_DONTWAIT
+                )
+            except OSError as exc:
+                raise self._lost(exc) from exc
             if not received:
                 raise PeerLost(f"{self.peer} closed the link")
             view = view[received:]
@@ -205,14 +210,10 @@ class TcpLink:
         if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
             raise TransferTimeout(f"{self.peer} did not answer in time")
 
-    @contextlib.contextmanager
-    def _mapped_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except BlockingIOError as exc:
-            raise PeerLost(f"{self.peer} was silent for {MAX_SILENCE_S} s") from exc
-        except OSError as exc:
-            raise PeerLost(f"link to {self.peer} broke: {exc}") from exc
+    def _lost(self, error: OSError) -> PeerLost:
+        if isinstance(error, BlockingIOError):
+            return PeerLost(f"{self.peer} was silent for {MAX_SILENCE_S} s")
+        return PeerLost(f"the link to {self.peer} broke: {error}")
 
 
 def _consume(pieces: deque[memoryview], num_bytes: int) -> None:

@@ -1,0 +1,250 @@
+"""How close kvtransfer comes to the machine: rows between two processes, beside a socket and memcpy in one run.
+
+Run: python -m bench.transfer [--seconds S]
+
+Every round measures, one after the other, for each row size: a memory copy of scattered rows (one thread), a raw TCP
+socket that gathers and scatters the same rows without any protocol or checksum, and a whole transfer (reserve, push,
+verify, commit). The table shows medians over the rounds, with the CPU seconds of both ends; the last line is one JSON
+object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+from kvtransfer import Commit, KvReceiver, KvSender, PushResult, Region
+from twinpool.errors import TransferFailed
+
+ROW_SIZES = {"256k": 256 << 10, "1m": 1 << 20}
+MOVED_BYTES = 64 << 20  # in one measurement
+NUM_LAYERS = 4
+PATIENCE_S = 60.0
+FINGERPRINT = "bench"
+
+
+def make_regions(row_bytes: int) -> list[Region]:
+    """Twice as many rows as travel, so that they can be scattered. All pages are touched."""
+    num_rows = 2 * MOVED_BYTES // NUM_LAYERS // row_bytes
+    pattern = os.urandom(row_bytes)
+    return [
+        Region(name=f"layer.{layer}", group="kv", buffer=memoryview(bytearray(pattern * num_rows)), row_bytes=row_bytes)
+        for layer in range(NUM_LAYERS)
+    ]
+
+
+def scattered(regions: Sequence[Region], seed: int) -> list[int]:
+    rows = range(regions[0].num_rows)
+    return random.Random(seed).sample(rows, len(rows) // 2)
+
+
+def pieces(regions: Sequence[Region], rows: Sequence[int]) -> list[memoryview]:
+    return [region.row(row) for region in regions for row in rows]
+
+
+class Control:
+    """Commands and answers between the two processes: one JSON value a line."""
+
+    def __init__(self, reads: IO[str], writes: IO[str]) -> None:
+        self._reads = reads
+        self._writes = writes
+
+    def send(self, value: Any) -> None:
+        self._writes.write(json.dumps(value) + "\n")
+        self._writes.flush()
+
+    def receive(self) -> Any:
+        return json.loads(self._reads.readline())
+
+
+def receiving_process(control: Control) -> None:
+    """Serves the other end of every measurement on command."""
+    regions = {name: make_regions(size) for name, size in ROW_SIZES.items()}
+    receivers = {name: KvReceiver(regions[name], fingerprint=FINGERPRINT) for name in ROW_SIZES}
+    for receiver in receivers.values():
+        receiver.start()
+    listener = socket.create_server(("127.0.0.1", 0))
+    control.send(listener.getsockname()[1])
+    raw = listener.accept()[0]
+    while (command := control.receive()) is not None:
+        kind, name, seed = command
+        if kind == "cpu":
+            control.send(time.process_time())
+            continue
+        rows = scattered(regions[name], seed + 1)
+        if kind == "socket":
+            for piece in pieces(regions[name], rows):
+                view = piece
+                while view:
+                    view = view[raw.recv_into(view, 0, socket.MSG_WAITALL) :]
+            raw.sendall(b"\x01")
+            continue
+        ended = threading.Event()
+
+        def end(_: Commit | TransferFailed, ended: threading.Event = ended) -> None:
+            ended.set()
+
+        reservation = receivers[name].reserve(
+            request_id="bench", attempt=seed, rows={"kv": rows}, timeout_s=PATIENCE_S, on_commit=end, on_failed=end
+        )
+        control.send(reservation.target.hex())
+        ended.wait(PATIENCE_S)
+        reservation.release()
+    raw.close()
+    listener.close()
+    for receiver in receivers.values():
+        receiver.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    seconds: float
+    cpu_seconds: float  # of both processes
+
+    @property
+    def gb_per_s(self) -> float:
+        return MOVED_BYTES / self.seconds / 1e9
+
+    @property
+    def cpu_s_per_gb(self) -> float:
+        return self.cpu_seconds / MOVED_BYTES * 1e9
+
+
+class Bench:
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self._regions = {name: make_regions(size) for name, size in ROW_SIZES.items()}
+        self._senders = {name: KvSender(self._regions[name], fingerprint=FINGERPRINT) for name in ROW_SIZES}
+        self._raw = socket.create_connection(("127.0.0.1", control.receive()))
+        self._raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._copy = {name: make_regions(size) for name, size in ROW_SIZES.items()}
+        self._seed = 0
+
+    def memcpy(self, name: str) -> float:
+        source = pieces(self._regions[name], scattered(self._regions[name], self._seed))
+        destination = pieces(self._copy[name], scattered(self._copy[name], self._seed + 1))
+        begun = time.perf_counter()
+        for to, what in zip(destination, source, strict=True):
+            to[:] = what
+        return time.perf_counter() - begun
+
+    def raw(self, name: str) -> float:
+        self._control.send(("socket", name, self._seed))
+        source = pieces(self._regions[name], scattered(self._regions[name], self._seed))
+        begun = time.perf_counter()
+        for piece in source:
+            self._raw.sendall(piece)
+        self._raw.recv(1)
+        return time.perf_counter() - begun
+
+    def transfer(self, name: str) -> float:
+        self._control.send(("transfer", name, self._seed))
+        target = bytes.fromhex(self._control.receive())
+        rows = scattered(self._regions[name], self._seed)
+        ended = threading.Event()
+        results: list[PushResult] = []
+
+        def end(result: PushResult) -> None:
+            results.append(result)
+            ended.set()
+
+        begun = time.perf_counter()
+        push = self._senders[name].open(target, request_id="bench", attempt=self._seed, timeout_s=PATIENCE_S)
+        for layer in range(NUM_LAYERS):
+            push.put(layer, range(len(rows)), rows)
+        push.commit(b"", end)
+        ended.wait(PATIENCE_S)
+        seconds = time.perf_counter() - begun
+        if not results or results[0].error is not None:
+            raise SystemExit(f"the transfer failed: {results[0].error if results else 'no end'}")
+        return seconds
+
+    def round(self, name: str) -> dict[str, Sample]:
+        """Every contender once."""
+        self._seed += 2
+        contenders = {"memcpy": self.memcpy, "socket": self.raw, "transfer": self.transfer}
+        samples = {}
+        for kind, measure in contenders.items():
+            cpu = self._cpu_seconds()
+            seconds = measure(name)
+            samples[kind] = Sample(seconds=seconds, cpu_seconds=self._cpu_seconds() - cpu)
+        return samples
+
+    def _cpu_seconds(self) -> float:
+        """Spent by both processes so far."""
+        self._control.send(("cpu", "1m", 0))
+        theirs: float = self._control.receive()
+        return theirs + time.process_time()
+
+    def close(self) -> None:
+        self._control.send(None)
+        self._raw.close()
+        for sender in self._senders.values():
+            sender.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=20, help="how long to measure (default 20 s)")
+    parser.add_argument("--receive", action="store_true", help=argparse.SUPPRESS)  # the second process
+    options = parser.parse_args()
+    if options.receive:
+        receiving_process(Control(sys.stdin, sys.stdout))
+        return
+    receiving = subprocess.Popen(
+        [sys.executable, "-m", "bench.transfer", "--receive"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert receiving.stdin is not None
+    assert receiving.stdout is not None
+    bench = Bench(Control(receiving.stdout, receiving.stdin))
+    rounds: dict[str, list[dict[str, Sample]]] = {name: [] for name in ROW_SIZES}
+    for name in ROW_SIZES:
+        bench.round(name)  # links, page tables, caches
+    end = time.monotonic() + options.seconds
+    while time.monotonic() < end:
+        for name in ROW_SIZES:
+            rounds[name].append(bench.round(name))
+    bench.close()
+    receiving.wait(PATIENCE_S)
+    report(rounds)
+
+
+def report(rounds: dict[str, list[dict[str, Sample]]]) -> None:
+    print(
+        f"{MOVED_BYTES >> 20} MiB of scattered rows, {len(rounds['1m'])} rounds, "
+        f"{os.cpu_count()} CPUs ({platform.machine()}), load {os.getloadavg()[0]:.1f}"
+    )
+    print(f"{'rows':>5} {'':>10} {'GB/s':>7} {'CPU s/GB':>9} {'of socket':>10} {'of memcpy':>10}")
+    result: dict[str, float] = {}
+    for name in ROW_SIZES:
+        for kind in ("memcpy", "socket", "transfer"):
+            speed = statistics.median(samples[kind].gb_per_s for samples in rounds[name])
+            cpu = statistics.median(samples[kind].cpu_s_per_gb for samples in rounds[name])
+            ratios = [
+                statistics.median(samples[limit].seconds / samples[kind].seconds for samples in rounds[name])
+                for limit in ("socket", "memcpy")
+            ]
+            print(f"{name:>5} {kind:>10} {speed:7.2f} {cpu:9.3f} {ratios[0]:10.2f} {ratios[1]:10.2f}")
+        result |= {
+            f"tcp_socket_ratio_{name}": round(ratios[0], 3),
+            f"tcp_memcpy_ratio_{name}": round(ratios[1], 3),
+            f"tcp_gb_per_s_{name}": round(speed, 3),
+            f"tcp_cpu_s_per_gb_{name}": round(cpu, 3),
+        }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
