@@ -1,19 +1,19 @@
 #!/bin/bash
-# make compose: builds the image, brings the stack up, asks a question, scales both pools, kills a worker, asks again, takes
-# the stack down. Uses whatever `docker compose` is there, in a project and with a port of its own; where no engine answers
-# it says so and that is that.
+# make compose: builds the image, brings the stack up, asks a question, scales both pools, kills a worker, asks again,
+# takes the stack down. Uses whatever `docker compose` is there, in a project and with a port of its own; where no engine
+# answers it says so and that is that.
 #   KEEP=1 make compose     leaves the stack up
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-say() { printf '\n== %s\n' "$*"; }
+say() { printf '\n== %s s: %s\n' "$SECONDS" "$*"; }
 
 if ! docker info >/dev/null 2>&1 || ! docker compose version >/dev/null 2>&1; then
     say "no Docker engine with Compose v2 answers here: nothing checked (see docker info, docker compose version)"
     exit 0
 fi
 
-export COMPOSE_PROJECT_NAME=twinpool-check COMPOSE_FILE=compose/compose.yaml
+export COMPOSE_PROJECT_NAME=twinpool-check COMPOSE_FILE=compose/compose.yaml COMPOSE_PROGRESS=quiet
 TWINPOOL_CLUSTER_KEY=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 export TWINPOOL_CLUSTER_KEY TWINPOOL_IMAGE=twinpool:check TWINPOOL_PUBLISH=127.0.0.1:0
 export TWINPOOL_PREFILL_MEMORY=128MiB TWINPOOL_DECODE_MEMORY=128MiB TWINPOOL_PREFILL_LIMIT=2g TWINPOOL_DECODE_LIMIT=2g
@@ -32,8 +32,9 @@ finish() {
     exit "$status"
 }
 trap finish EXIT
+trap 'exit 130' INT TERM
 
-# A CPU build of torch: from wherever this machine's pip gets packages, else from PyTorch's own index. Without it the build of
+# A CPU build of torch, from where this machine's pip gets packages or from PyTorch's own index. Without it the build of
 # the image asks that index itself.
 fetch_torch() {
     local python requirement
@@ -71,9 +72,19 @@ sys.exit(seen != want and f"{want} prefill and decode workers wanted, {seen} rea
     docker compose exec -T router twinpool pools
 }
 
+# Docker's own view of every container that goes on running.
+wait_for_health() {
+    local end=$((SECONDS + 120))
+    while docker compose ps --format '{{.Name}} {{.Health}}' router prefill decode | grep -v ' healthy$'; do
+        [ "$SECONDS" -lt "$end" ] || return 1
+        sleep 1
+    done
+}
+
 ask() {
     local answer
-    answer=$(docker compose exec -T router twinpool generate --chat --temperature 0 --max-tokens 32 "What is the capital of France?")
+    answer=$(docker compose exec -T router twinpool generate --chat --temperature 0 --max-tokens 32 \
+        "What is the capital of France?")
     echo "$answer"
     grep -q Paris <<<"$answer"
 }
@@ -107,6 +118,7 @@ ask
 say "scaling to two prefill and three decode workers"
 docker compose up --detach --no-build --no-recreate --scale prefill=2 --scale decode=3
 wait_for_pools 2 3
+wait_for_health
 ask_many 2 3
 
 say "killing a decode worker and asking at once"
@@ -117,6 +129,7 @@ ask
 
 say "waiting until it is back"
 wait_for_pools 2 3
+wait_for_health
 [ "$(docker inspect --format '{{.RestartCount}}' "$victim")" = 1 ]
 ask_many 2 3
 
