@@ -241,7 +241,12 @@ class FakeDecode(Worker, DecodeServicer):
         reader.add_done_callback(lambda _: out.put_nowait(None))
         try:
             while (event := await out.get()) is not None:
-                await context.write(worker_pb2.DecodeEvents(events=[event]))
+                events = [event]
+                while not out.empty() and (event := out.get_nowait()) is not None:
+                    events.append(event)
+                await context.write(worker_pb2.DecodeEvents(events=events))
+                if event is None:
+                    break
         finally:
             reader.cancel()
             for generation in mine:
