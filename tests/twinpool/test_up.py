@@ -19,7 +19,7 @@ import pytest
 from tests import tiny_models
 from twinpool import Client, model_store
 from twinpool.deployment import Deployment, DeploymentSpec, parse_cores, split_cores, usable_cores
-from twinpool.errors import ConfigError, TwinpoolError
+from twinpool.errors import ConfigError, TwinpoolError, Unavailable
 
 pytestmark = pytest.mark.flow
 SMALL = {"dtype": "fp32", "memory": "8MiB", "block-size": "16"}
@@ -101,6 +101,14 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 60.0)
     return value
 
 
+def joined(client: Client) -> int:
+    """How many workers are ready; none while there is no router."""
+    try:
+        return sum(worker.state == "ready" for worker in client.pools().workers)
+    except Unavailable:
+        return 0
+
+
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -108,7 +116,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_up_serves_restarts_a_killed_worker_and_leaves_nothing_at_sigterm(up: Callable[..., Up]) -> None:
+def test_up_serves_restarts_what_was_killed_and_leaves_nothing_at_sigterm(up: Callable[..., Up]) -> None:
     ours = up("--prefill", "1", "--decode", "1", "--model-name", "tiny")
     with Client(ours.address, timeout_s=60) as client:
         assert client.models()[0].name == "tiny"
@@ -118,7 +126,11 @@ def test_up_serves_restarts_a_killed_worker_and_leaves_nothing_at_sigterm(up: Ca
         ours.wait_for("decode-0 was ended by signal 9")
         ours.wait_for("decode-0 started again")
         wait_until(lambda: ours.pids.get("decode-0", before["decode-0"]) != before["decode-0"], "a new decode-0")
-        wait_until(lambda: sum(w.state == "ready" for w in client.pools().workers) == 2, "both workers ready")
+        wait_until(lambda: joined(client) == 2, "both workers ready")
+        assert len(client.generate([11, 12], max_tokens=4, ignore_eos=True).token_ids) == 4
+        os.kill(before["router"], signal.SIGKILL)
+        ours.wait_for("router started again")  # where clients and workers know it
+        wait_until(lambda: joined(client) == 2, "both workers found the new router")
         assert len(client.generate([11, 12], max_tokens=4, ignore_eos=True).token_ids) == 4
     pids = ours.pids
     assert sorted(pids) == ["decode-0", "prefill-0", "router"]
