@@ -7,10 +7,10 @@
                 print(chunk.text, end="", flush=True)
         print(stream.usage, stream.timeline)
 
-Every generating call takes the options of `twinpool.options.RequestOptions` by keyword, every
-client those of `twinpool.calls.ConnectionOptions`. Failures are the exceptions of
-`twinpool.errors`. Leaving the `with` of a stream, or `close()`, cancels the request on the server; so does cancelling
-the task of an async call. Clients are safe to share between threads (AsyncClient: between tasks of one event loop).
+Every generating call takes the options of `twinpool.options.RequestOptions` by keyword, every client those of
+`twinpool.calls.ConnectionOptions`. Failures are the exceptions of `twinpool.errors`. Leaving the `with` of a stream, or
+`close()`, cancels the request on the server; so does cancelling the task of an async call.
+Clients are safe to share between threads (AsyncClient: between tasks of one event loop).
 """
 
 from __future__ import annotations
