@@ -6,6 +6,8 @@ import os
 
 from twinpool.errors import ConfigError
 
+MOST_CORES = 8192  # what Linux can be built for
+
 
 def parse(text: str) -> set[int]:
     """The core numbers of a list such as "0-3,8". Raises ConfigError when it is none."""
@@ -13,7 +15,8 @@ def parse(text: str) -> set[int]:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         bounds = (first, last if dash else first)
-        if not all(each.isascii() and each.isdigit() for each in bounds) or int(bounds[0]) > int(bounds[1]):
+        numbers = all(each.isascii() and each.isdigit() for each in bounds)
+        if not numbers or not int(bounds[0]) <= int(bounds[1]) < MOST_CORES:
             raise ConfigError(f'cores: {text!r} is no list of cores such as "0-3,8"', field="cores")
         cores.update(range(int(bounds[0]), int(bounds[1]) + 1))
     return cores
