@@ -26,7 +26,7 @@ import grpc
 from twinpool import options as requests
 from twinpool import results
 from twinpool.calls import ConnectionOptions, Routers
-from twinpool.options import Message, Prompt, RequestOptions
+from twinpool.options import Conversation, Prompt, RequestOptions
 from twinpool.results import Answer, Chunk, Generation, Model, Pools
 from twinpool.v1 import router_pb2 as v1
 
@@ -50,15 +50,15 @@ class Client:
         """The answer as it is made. The request is on its way when this returns."""
         return Stream(self._routers, requests.generate_request(prompt, options), options.get("deadline_s"))
 
-    def chat(self, messages: str | Sequence[Message], **options: Unpack[RequestOptions]) -> Generation:
+    def chat(self, messages: str | Conversation, **options: Unpack[RequestOptions]) -> Generation:
         """The answer to a conversation, rendered by the model's own chat template; a string is one user message."""
         return self.generate(requests.conversation(messages), **options)
 
-    def stream_chat(self, messages: str | Sequence[Message], **options: Unpack[RequestOptions]) -> Stream:
+    def stream_chat(self, messages: str | Conversation, **options: Unpack[RequestOptions]) -> Stream:
         """`chat`, streamed."""
         return self.stream(requests.conversation(messages), **options)
 
-    def tokenize(self, prompt: str | Sequence[Message], *, model: str = "", special_tokens: bool = True) -> list[int]:
+    def tokenize(self, prompt: str | Conversation, *, model: str = "", special_tokens: bool = True) -> list[int]:
         """Token ids of a text or of a conversation. `special_tokens` adds those the tokenizer puts around a text."""
         message = self._call("Tokenize", requests.tokenize_request(prompt, model, special_tokens))
         return list(message.token_ids)
@@ -174,17 +174,15 @@ class AsyncClient:
         """The answer as it is made."""
         return AsyncStream(self._routers, requests.generate_request(prompt, options), options.get("deadline_s"))
 
-    async def chat(self, messages: str | Sequence[Message], **options: Unpack[RequestOptions]) -> Generation:
+    async def chat(self, messages: str | Conversation, **options: Unpack[RequestOptions]) -> Generation:
         """The answer to a conversation, rendered by the model's own chat template; a string is one user message."""
         return await self.generate(requests.conversation(messages), **options)
 
-    def stream_chat(self, messages: str | Sequence[Message], **options: Unpack[RequestOptions]) -> AsyncStream:
+    def stream_chat(self, messages: str | Conversation, **options: Unpack[RequestOptions]) -> AsyncStream:
         """`chat`, streamed."""
         return self.stream(requests.conversation(messages), **options)
 
-    async def tokenize(
-        self, prompt: str | Sequence[Message], *, model: str = "", special_tokens: bool = True
-    ) -> list[int]:
+    async def tokenize(self, prompt: str | Conversation, *, model: str = "", special_tokens: bool = True) -> list[int]:
         """Token ids of a text or of a conversation. `special_tokens` adds those the tokenizer puts around a text."""
         message = await self._call("Tokenize", requests.tokenize_request(prompt, model, special_tokens))
         return list(message.token_ids)

@@ -17,7 +17,8 @@ class Message(TypedDict):
     content: str
 
 
-Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]  # text, token ids, or a conversation
+Conversation: TypeAlias = Sequence[Message] | Sequence[Mapping[str, str]]  # plain dicts do as well
+Prompt: TypeAlias = str | Sequence[int] | Conversation  # text, token ids, or a conversation
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -74,7 +75,7 @@ def generate_request(prompt: Prompt, options: RequestOptions) -> v1.GenerateRequ
     return request
 
 
-def tokenize_request(prompt: str | Sequence[Message], model: str, special_tokens: bool) -> v1.TokenizeRequest:
+def tokenize_request(prompt: str | Conversation, model: str, special_tokens: bool) -> v1.TokenizeRequest:
     request = v1.TokenizeRequest(model=model, no_special_tokens=not special_tokens)
     _set_prompt(request, prompt)
     return request
@@ -86,7 +87,7 @@ def detokenize_request(token_ids: Sequence[int], model: str, special_tokens: boo
     return request
 
 
-def conversation(messages: str | Sequence[Message]) -> Sequence[Message]:
+def conversation(messages: str | Conversation) -> Conversation:
     """`messages`, or a question as the one message of a new conversation."""
     return [Message(role="user", content=messages)] if isinstance(messages, str) else messages
 
