@@ -11,7 +11,7 @@ from pathlib import Path
 
 import twinpool
 from decode.config import DecodeConfig
-from decode.metrics import DecodeMetrics
+from decode.metrics import DecodeMetrics, ReceiverMetrics
 from decode.server import DecodeServer, decode_note
 from decode.worker import Worker, regions
 from engine.engine import Engine
@@ -45,6 +45,7 @@ async def _serve(config: DecodeConfig, stop: asyncio.Event) -> None:
     engine = _load(config)
     registry = metrics.new_registry()
     async with AsyncExitStack() as closing:  # in reverse order
+        figures = DecodeMetrics(registry)
         receiver = KvReceiver(
             regions(engine.cache),
             fingerprint=engine.fingerprint,
@@ -52,13 +53,14 @@ async def _serve(config: DecodeConfig, stop: asyncio.Event) -> None:
             host=config.kv_host or config.host,
             port=config.kv_port,
             advertise=_kv_advertise(config),
+            metrics=ReceiverMetrics(figures),
         )
         receiver.start()
         closing.callback(receiver.close)
         worker = Worker(
             engine,
             receiver,
-            DecodeMetrics(registry),
+            figures,
             decode_note=decode_note,
             swap_bytes=config.swap,
             max_batch=config.max_batch,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from kvtransfer import NoMetrics
 from service.metrics import BATCH_SEQUENCES, REQUEST_SECONDS, TOKEN_SECONDS, TRANSFER_SECONDS
 
 
@@ -37,6 +38,7 @@ class DecodeMetrics:
         self.transfer_bytes = counter("transfer_bytes_total", "KV bytes received for committed requests.")
         self.transfer_rows = counter("transfer_rows_total", "Rows received for committed requests.")
         self.transfer_failures = counter("transfer_failures_total", "Transfers that failed, by error.", ("error",))
+        self.transfer_refusals = counter("transfer_refusals_total", "Links and frames refused, by error.", ("error",))
         self.queue_seconds = histogram(
             "queue_seconds", "Submitted until rows were reserved.", REQUEST_SECONDS, by_class
         )
@@ -63,3 +65,13 @@ class DecodeMetrics:
             found = ClassMetrics(self.tokens.labels(sla_class), self.itl_seconds.labels(sla_class))
             self._of_class[sla_class] = found
         return found
+
+
+class ReceiverMetrics(NoMetrics):
+    """What the links report between a request's events. Called from transfer threads."""
+
+    def __init__(self, metrics: DecodeMetrics) -> None:
+        self._refusals = metrics.transfer_refusals
+
+    def refused(self, peer: str, error: str) -> None:
+        self._refusals.labels(error).inc()

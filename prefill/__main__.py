@@ -13,7 +13,7 @@ import twinpool
 from engine.engine import Engine
 from kvtransfer import Faults, KvSender
 from prefill.config import PrefillConfig
-from prefill.metrics import PrefillMetrics
+from prefill.metrics import PrefillMetrics, SenderMetrics
 from prefill.server import PrefillServer, encode_note
 from prefill.worker import Worker, regions
 from service import cores, log, metrics
@@ -45,10 +45,12 @@ async def _serve(config: PrefillConfig, stop: asyncio.Event) -> None:
     engine = _load(config)
     registry = metrics.new_registry()
     async with AsyncExitStack() as closing:  # in reverse order
+        figures = PrefillMetrics(registry)
         sender = KvSender(
             regions(engine.cache),
             fingerprint=engine.fingerprint,
             cluster_key=config.cluster_key,
+            metrics=SenderMetrics(figures),
             faults=Faults.parse(config.kv_faults),
         )
         closing.callback(sender.close)
@@ -56,7 +58,7 @@ async def _serve(config: PrefillConfig, stop: asyncio.Event) -> None:
             engine,
             sender,
             config.limits,
-            PrefillMetrics(registry),
+            figures,
             encode_note=encode_note,
             max_requests=config.max_requests,
         )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from kvtransfer import NoMetrics
 from service.metrics import BATCH_SEQUENCES, REQUEST_SECONDS, TOKEN_SECONDS, TOKENS, TRANSFER_SECONDS
 
 
@@ -35,7 +38,25 @@ class PrefillMetrics:
         self.transfer_wait_seconds = histogram(
             "transfer_wait_seconds", "Part of the transfer after the first token was sampled.", TRANSFER_SECONDS
         )
+        self.transfer_queued_rows = gauge("transfer_queued_rows", "Rows computed and not yet on their way.")
         self.running = gauge("running", "Requests that hold rows: computed now, or being transferred.")
         self.waiting = gauge("waiting", "Requests accepted and not begun.")
         self.rows_total = gauge("rows_total", "Cache rows.")
         self.rows_used = gauge("rows_used", "Cache rows held by requests; the prefix cache alone does not count.")
+
+
+class SenderMetrics(NoMetrics):
+    """What the links report between a request's events. Called from transfer threads."""
+
+    def __init__(self, metrics: PrefillMetrics) -> None:
+        self._gauge = metrics.transfer_queued_rows
+        self._lock = threading.Lock()
+        self._rows: dict[str, int] = {}  # by peer, those with any
+
+    def queued(self, peer: str, rows: int) -> None:
+        with self._lock:
+            if rows:
+                self._rows[peer] = rows
+            else:
+                self._rows.pop(peer, None)
+            self._gauge.set(sum(self._rows.values()))

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 import decode.worker
 import prefill.worker
-from decode.metrics import DecodeMetrics
+from decode.metrics import DecodeMetrics, ReceiverMetrics
 from decode.request import Ended, Output, Reason, Reserved, Token
 from decode.request import Request as DecodeRequest
 from decode.server import decode_note
@@ -26,7 +26,7 @@ from engine.batch import Batch, BatchItem
 from engine.engine import Engine
 from engine.sampling import Sampled, SampleRow
 from kvtransfer import Faults, KvReceiver, KvSender
-from prefill.metrics import PrefillMetrics
+from prefill.metrics import PrefillMetrics, SenderMetrics
 from prefill.request import Finished, FirstTokens, Transferred
 from prefill.request import Request as PrefillRequest
 from prefill.scheduler import BatchLimits
@@ -174,22 +174,30 @@ class Pair:
     ) -> None:
         self.prefill_engine, self.decode_engine = prefill_engine, decode_engine
         self.registry = CollectorRegistry()
-        self.receiver = KvReceiver(decode.worker.regions(decode_engine.cache), fingerprint=decode_engine.fingerprint)
+        prefill_metrics, decode_metrics = PrefillMetrics(self.registry), DecodeMetrics(self.registry)
+        self.receiver = KvReceiver(
+            decode.worker.regions(decode_engine.cache),
+            fingerprint=decode_engine.fingerprint,
+            metrics=ReceiverMetrics(decode_metrics),
+        )
         self.receiver.start()
         self.sender = KvSender(
-            prefill.worker.regions(prefill_engine.cache), fingerprint=prefill_engine.fingerprint, faults=faults
+            prefill.worker.regions(prefill_engine.cache),
+            fingerprint=prefill_engine.fingerprint,
+            metrics=SenderMetrics(prefill_metrics),
+            faults=faults,
         )
         self.prefill = prefill.worker.Worker(
             prefill_engine,
             self.sender,
             BatchLimits(token_budget=token_budget, prompts={"short": 32, "long": 8}),
-            PrefillMetrics(self.registry),
+            prefill_metrics,
             encode_note=encode_note,
         )
         self.decode = decode.worker.Worker(
             decode_engine,
             self.receiver,
-            DecodeMetrics(self.registry),
+            decode_metrics,
             decode_note=decode_note,
             swap_bytes=swap_rows * decode_engine.cache.layout.block_bytes,
             max_batch=max_batch,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from decode.request import Ended, Reason, Reserved, Token
 from engine.engine import Engine
 from kvtransfer import Faults
 from prefill.request import Finished, FirstTokens
-from tests.decode.pair import Pair, alone, greedy, open_pair
+from tests import tiny_models
+from tests.decode.pair import Pair, alone, greedy, load_engine, open_pair
 from tests.decode.test_split_pools import prompt_of, prompts
-from twinpool.errors import ChecksumMismatch, Internal, InvalidRequest, PeerLost, TransferTimeout
+from twinpool.errors import ChecksumMismatch, Incompatible, Internal, InvalidRequest, PeerLost, TransferTimeout
 
 EngineFactory = Callable[..., Engine]
 
@@ -114,6 +116,8 @@ def test_broken_transfer_is_never_decoded(engine: EngineFactory, faults: Faults,
         # whichever side saw it first says what it was; the router cancels the other
         assert error in (type(call.ended.error), type(call.prefill_end.error))
         assert call.ended.reason in (Reason.TRANSFER_FAILED, Reason.CANCELLED)
+        refusals = pair.sample("twinpool_decode_transfer_refusals_total", error="ChecksumMismatch")
+        assert bool(refusals) == (error is ChecksumMismatch)
         assert len(call.outputs.get(0, [])) <= 1  # the first token comes from prefill
 
 
@@ -155,3 +159,12 @@ def test_failing_step_ends_its_requests_only(
         assert isinstance(end.error, Internal)
         assert "injected" in end.error.message
         assert_serves(pair, oracle)
+
+
+def test_peer_with_other_weights_is_refused_and_says_so(engine: EngineFactory, tmp_path: Path) -> None:  # C8
+    other = load_engine(tiny_models.make(tmp_path / "other", "llama", seed=1))
+    with open_pair(other, engine()) as pair:
+        call = pair.call(prompt_of(40), greedy(5)).wait()
+        assert call.prefill_end is not None
+        assert isinstance(call.prefill_end.error, Incompatible)
+        assert pair.sample("twinpool_decode_transfer_refusals_total", error="Incompatible") == 1
