@@ -15,6 +15,7 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import msgpack
 
@@ -27,10 +28,24 @@ from twinpool.errors import Incompatible, PeerLost, ReservationGone, TransferFai
 TIMEOUT_S = 5.0  # for a receiver to get through it, so that strangers do not hold links
 
 
-def greet(
-    link: Link, *, fingerprint: str, regions: Sequence[Region], cluster_key: str, incarnation: bytes, deadline: float
-) -> None:
-    """The sender's side. Returns when the link may be used.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Party:
+    """What one process brings to every handshake."""
+
+    fingerprint: str  # of all that both sides must agree on
+    regions: Sequence[Region]
+    cluster_key: str = field(repr=False)
+
+    def describe_regions(self) -> tuple[tuple[str, str, int], ...]:
+        return tuple((region.name, region.group, region.row_bytes) for region in self.regions)
+
+    def prove(self, role: str, *transcript: object) -> bytes:
+        packed = msgpack.packb([role, *transcript])
+        return hmac.digest(self.cluster_key.encode(), packed, hashlib.sha256)
+
+
+def greet(link: Link, me: Party, *, incarnation: bytes, deadline: float) -> None:
+    """The sender's side, to the receiver of that incarnation. Returns when the link may be used.
 
     Raises Unauthenticated, Incompatible or ReservationGone as either side finds; PeerLost, TransferTimeout.
     """
@@ -41,12 +56,13 @@ def greet(
         raise refusal(challenge)
     if not isinstance(challenge, wire.Challenge):
         raise PeerLost(f"{link.peer} answered with {type(challenge).__name__} instead of Challenge")
-    if not hmac.compare_digest(challenge.proof, _receiver_proof(cluster_key, nonce, challenge.nonce)):
+    if not hmac.compare_digest(challenge.proof, me.prove("receiver", nonce, challenge.nonce)):
         raise Unauthenticated(f"{link.peer} does not hold this process' cluster key: set the same key on all workers")
-    mine = _describe(regions)
-    proof = _sender_proof(cluster_key, nonce, challenge.nonce, fingerprint, mine, incarnation)
+    regions = me.describe_regions()
+    proof = me.prove("sender", nonce, challenge.nonce, me.fingerprint, regions, incarnation)
     link.send(
-        wire.Identity(fingerprint=fingerprint, regions=mine, incarnation=incarnation, proof=proof), deadline=deadline
+        wire.Identity(fingerprint=me.fingerprint, regions=regions, incarnation=incarnation, proof=proof),
+        deadline=deadline,
     )
     answer = link.receive(deadline=deadline).message
     if isinstance(answer, wire.Refused):
@@ -55,46 +71,38 @@ def greet(
         raise PeerLost(f"{link.peer} answered with {type(answer).__name__} instead of Welcome")
 
 
-def admit(
-    link: Link, *, fingerprint: str, regions: Sequence[Region], cluster_key: str, incarnation: bytes, deadline: float
-) -> None:
-    """The receiver's side. Raises what it refused the sender with, after having told it."""
+def admit(link: Link, me: Party, *, incarnation: bytes, deadline: float) -> None:
+    """The receiver's side; `incarnation` is its own. Raises what it refused the sender with, after having told it."""
     try:
-        _check_sender(link, fingerprint, _describe(regions), cluster_key, incarnation, deadline)
+        _check_sender(link, me, incarnation, deadline)
     except (Unauthenticated, Incompatible, ReservationGone) as exc:
         link.send(refused(0, exc), deadline=deadline)
         raise
     link.send(wire.Welcome(protocol=wire.PROTOCOL), deadline=deadline)
 
 
-def _check_sender(
-    link: Link,
-    fingerprint: str,
-    regions: tuple[tuple[str, str, int], ...],
-    cluster_key: str,
-    incarnation: bytes,
-    deadline: float,
-) -> None:
+def _check_sender(link: Link, me: Party, incarnation: bytes, deadline: float) -> None:
     hello = link.receive(deadline=deadline).message
     if not isinstance(hello, wire.Hello):
         raise wire.Malformed(f"{type(hello).__name__} before Hello")
     if hello.protocol != wire.PROTOCOL:
         raise Incompatible(f"the receiver speaks KV protocol {wire.PROTOCOL}, the sender {hello.protocol}")
     nonce = secrets.token_bytes(wire.NONCE_BYTES)
-    link.send(wire.Challenge(nonce=nonce, proof=_receiver_proof(cluster_key, hello.nonce, nonce)), deadline=deadline)
+    link.send(wire.Challenge(nonce=nonce, proof=me.prove("receiver", hello.nonce, nonce)), deadline=deadline)
     identity = link.receive(deadline=deadline).message
     if not isinstance(identity, wire.Identity):
         raise wire.Malformed(f"{type(identity).__name__} instead of Identity")
-    proof = _sender_proof(cluster_key, hello.nonce, nonce, identity.fingerprint, identity.regions, identity.incarnation)
+    claims = (identity.fingerprint, identity.regions, identity.incarnation)
+    proof = me.prove("sender", hello.nonce, nonce, *claims)
     if not hmac.compare_digest(identity.proof, proof):
         raise Unauthenticated("the sender does not hold the receiver's cluster key: set the same key on all workers")
-    if identity.fingerprint != fingerprint:
+    if identity.fingerprint != me.fingerprint:
         raise Incompatible(
-            f"other model or cache: the receiver's fingerprint is {fingerprint!r}, the sender's"
-            f" {identity.fingerprint!r}"
+            "another model, cache layout or version: "
+            f"the receiver's fingerprint is {me.fingerprint!r}, the sender's {identity.fingerprint!r}"
         )
-    if identity.regions != regions:
-        raise Incompatible(_first_difference(regions, identity.regions))
+    if identity.regions != me.describe_regions():
+        raise Incompatible(_first_difference(me.describe_regions(), identity.regions))
     if identity.incarnation != incarnation:
         raise ReservationGone("the receiver has been restarted since it made this reservation")
 
@@ -106,29 +114,6 @@ def _first_difference(mine: Sequence[tuple[str, str, int]], theirs: Sequence[tup
     return (
         f"cache region {index} (name, group, row bytes) is {mine[index]} at the receiver, {theirs[index]} at the sender"
     )
-
-
-def _describe(regions: Sequence[Region]) -> tuple[tuple[str, str, int], ...]:
-    return tuple((region.name, region.group, region.row_bytes) for region in regions)
-
-
-def _receiver_proof(key: str, sender_nonce: bytes, receiver_nonce: bytes) -> bytes:
-    return _proof(key, ["receiver", sender_nonce, receiver_nonce])
-
-
-def _sender_proof(
-    key: str,
-    sender_nonce: bytes,
-    receiver_nonce: bytes,
-    fingerprint: str,
-    regions: tuple[tuple[str, str, int], ...],
-    incarnation: bytes,
-) -> bytes:
-    return _proof(key, ["sender", sender_nonce, receiver_nonce, fingerprint, regions, incarnation])
-
-
-def _proof(key: str, transcript: list[object]) -> bytes:
-    return hmac.digest(key.encode(), msgpack.packb(transcript), hashlib.sha256)
 
 
 def refused(push: int, error: TwinpoolError) -> wire.Refused:

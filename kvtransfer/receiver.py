@@ -53,8 +53,7 @@ class KvReceiver:
         self.endpoint = ""
         self._regions = check_regions(regions)
         self._num_rows = {region.group: region.num_rows for region in self._regions}
-        self._fingerprint = fingerprint
-        self._cluster_key = cluster_key
+        self._party = handshake.Party(fingerprint=fingerprint, regions=self._regions, cluster_key=cluster_key)
         self._incarnation = secrets.token_bytes(wire.INCARNATION_BYTES)
         self._transport = transports.create(transport)
         self._address = (host, port, advertise)
@@ -68,7 +67,7 @@ class KvReceiver:
     def start(self) -> None:
         """Raises ConfigError when the address cannot be listened on."""
         self._transport.register(self._regions)
-        if not self._cluster_key and self._address[0] not in LOOPBACK:
+        if not self._party.cluster_key and self._address[0] not in LOOPBACK:
             log.warning("KV transfers on %s are open to everybody who can connect: set a cluster key", self._address[0])
         self._listener = self._transport.listen(*self._address, self._accept)
         self.endpoint = self._listener.endpoint
@@ -175,14 +174,8 @@ class KvReceiver:
     def _serve(self, link: Link) -> None:
         reason = "the link was closed"
         try:
-            handshake.admit(
-                link,
-                fingerprint=self._fingerprint,
-                regions=self._regions,
-                cluster_key=self._cluster_key,
-                incarnation=self._incarnation,
-                deadline=time.monotonic() + handshake.TIMEOUT_S,
-            )
+            deadline = time.monotonic() + handshake.TIMEOUT_S
+            handshake.admit(link, self._party, incarnation=self._incarnation, deadline=deadline)
             while True:
                 self._handle(link, link.receive())
         except PeerLost as exc:

@@ -16,7 +16,7 @@ from kvtransfer.target import Target
 from kvtransfer.transports import Link, Transport
 from twinpool.errors import PeerLost, ReservationGone, TransferFailed
 
-CONNECT_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 3.0  # connection and handshake
 CLOSE_TIMEOUT_S = 5.0
 
 
@@ -34,8 +34,7 @@ class KvSender:
     ) -> None:
         """faults: to inject, for tests of what happens around a transfer that goes wrong (kvtransfer/faults.py)."""
         self._regions = check_regions(regions)
-        self._fingerprint = fingerprint
-        self._cluster_key = cluster_key
+        self._party = handshake.Party(fingerprint=fingerprint, regions=self._regions, cluster_key=cluster_key)
         self._metrics = metrics or NoMetrics()
         self._transports: dict[str, Transport] = {"tcp": transports.create("tcp")}
         for transport in self._transports.values():
@@ -98,14 +97,7 @@ class KvSender:
         def connect() -> Link:
             link = transport.connect(endpoint, deadline=connect_by)
             try:
-                handshake.greet(
-                    link,
-                    fingerprint=self._fingerprint,
-                    regions=self._regions,
-                    cluster_key=self._cluster_key,
-                    incarnation=incarnation,
-                    deadline=connect_by,
-                )
+                handshake.greet(link, self._party, incarnation=incarnation, deadline=connect_by)
             except BaseException:
                 link.close()
                 raise

@@ -171,9 +171,7 @@ class RawSender:
         if greet:
             handshake.greet(
                 self.link,
-                fingerprint=FINGERPRINT,
-                regions=regions,
-                cluster_key=KEY,
+                handshake.Party(fingerprint=FINGERPRINT, regions=regions, cluster_key=KEY),
                 incarnation=target.incarnation,
                 deadline=self.deadline,
             )
@@ -259,9 +257,7 @@ class FakeReceiver:
         link = self.accept()
         handshake.admit(
             link,
-            fingerprint=FINGERPRINT,
-            regions=self.regions,
-            cluster_key=KEY,
+            handshake.Party(fingerprint=FINGERPRINT, regions=self.regions, cluster_key=KEY),
             incarnation=self.incarnation,
             deadline=time.monotonic() + PATIENCE_S,
         )

@@ -135,9 +135,7 @@ def test_a_recorded_handshake_is_of_no_use(pair: Pair, raw: RawSenders) -> None:
             thread.start()
             handshake.greet(
                 tapped,
-                fingerprint=FINGERPRINT,
-                regions=pair.source,
-                cluster_key=KEY,
+                handshake.Party(fingerprint=FINGERPRINT, regions=pair.source, cluster_key=KEY),
                 incarnation=honest.target.incarnation,
                 deadline=time.monotonic() + PATIENCE_S,
             )

@@ -84,7 +84,10 @@ KINDS = (
 
 @pytest.mark.usefixtures("quiet")
 def test_a_thousand_failed_transfers_leave_everything_flat(pair: Pair, raw: RawSenders) -> None:
-    def fail(first: int, last: int) -> tuple[int, int]:
+    def threads_and_descriptors() -> tuple[int, int]:
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    def fail(first: int, last: int) -> None:
         for attempt in range(first, last):
             KINDS[attempt % len(KINDS)](pair, raw, attempt)
             pair.sender_counters.ends.clear()
@@ -92,18 +95,17 @@ def test_a_thousand_failed_transfers_leave_everything_flat(pair: Pair, raw: RawS
             pair.sender_counters.depths.clear()
             pair.receiver_counters.refusals.clear()
             raw.close()
-        eventually(lambda: len(pair.receiver._links) <= 1)
+        eventually(lambda: threads_and_descriptors() == flat, "return to as many threads and descriptors")
         assert pair.receiver.num_reservations == 0
-        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+        gc.collect()
 
-    fail(1, 61)
+    pair.assert_serves()
+    flat = threads_and_descriptors()
     tracemalloc.start()
     try:
-        flat = fail(61, 121)
-        gc.collect()
+        fail(1, 121)
         base = tracemalloc.get_traced_memory()[0]
-        assert fail(121, 1061) == flat
-        gc.collect()
+        fail(121, 1121)
         grown = tracemalloc.get_traced_memory()[0] - base
     finally:
         tracemalloc.stop()

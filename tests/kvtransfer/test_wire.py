@@ -217,3 +217,17 @@ def test_the_largest_headers_fit_into_their_limit() -> None:
     )
     for message in (put, identity):
         assert parse(wire.encode(message)) == (message, 0)
+
+
+def test_headers_add_at_most_two_percent_to_small_rows() -> None:
+    row_bytes = 2 * 2 * 64 * (64 + 2)  # K and V of 64 tokens, two heads of size 64, int8 with fp16 scales
+    put = wire.Put(
+        push=2**32,
+        token=bytes(16),
+        request_id="r" * wire.MAX_REQUEST_ID_CHARS,
+        attempt=1,
+        region=30,
+        positions=bytes(4),
+        checksums=bytes(8),
+    )
+    assert len(wire.encode(put, row_bytes)) <= 0.02 * row_bytes
