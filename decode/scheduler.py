@@ -14,7 +14,7 @@ Life of a request here:
  5. `advance` takes the step's tokens; a sequence gives its rows back with its last token.
  6. `_end` is the only way out, from any phase: every row is free before Ended is emitted, exactly once.
 
-A plain class without threads or clocks; the device thread owns it.
+A plain class without threads or clocks; the device thread owns it. rows.py knows who holds which rows.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from decode.request import (
     Session,
     Token,
 )
+from decode.rows import Rows
 from decode.swap import SwapArea
 from engine.block_pool import BlockPool
 from engine.sampling import Sampled
@@ -69,16 +70,13 @@ class Scheduler:
     ) -> None:
         """reserve(generation, block ids of the prompt, timeout in s) makes them a target or raises TwinpoolError."""
         self._limits = limits
-        self._blocks = blocks
-        self._swap = swap
+        self._rows = Rows(blocks, swap, evict=self._evict, metrics=metrics)
         self._reserve = reserve
         self._emit = emit
         self._metrics = metrics
         self._num_submitted = 0
         self._live: dict[str, list[Generation]] = {}  # by request id: waiting, reserved and running ones
         self._waiting: list[tuple[tuple[int, int], Generation]] = []  # ordered by (-priority, arrival)
-        self._running: list[Sequence] = []  # hold rows
-        self._swapped: list[Sequence] = []  # hold swap rows
         self.pace = Pace()
 
     # What happens to requests
@@ -115,7 +113,7 @@ class Scheduler:
         generation.last_token_at = now
         request, num_prompt = generation.request, generation.request.num_prompt_tokens
         # A choice alone always fits: it ends where the cache does, if not before. Its last token needs no room.
-        room = self._blocks.num_blocks * self._blocks.block_size - num_prompt + 1
+        room = self._rows.num_tokens - num_prompt + 1
         sampling = replace(request.sampling, max_tokens=min(request.sampling.max_tokens or room, room))
         generation.sequences = [
             Sequence(
@@ -129,8 +127,7 @@ class Scheduler:
             for choice, token in zip(request.choices, first, strict=True)
             if token.finish_reason is FinishReason.NONE and choice not in generation.cancelled_choices
         ]
-        self._running += generation.sequences
-        self._deal_rows(generation)
+        self._rows.deal(generation)
         self._end_if_finished(generation)
 
     def transfer_failed(self, generation: Generation, error: TransferFailed) -> None:
@@ -148,7 +145,7 @@ class Scheduler:
                 continue
             generation.cancelled_choices.add(choice)
             for sequence in [each for each in generation.sequences if each.choice == choice]:
-                self._drop(sequence)
+                self._rows.drop(sequence)
             self._end_if_finished(generation)
 
     def end_session(self, session: Session) -> None:
@@ -173,8 +170,8 @@ class Scheduler:
         for _, generation in [entry for entry in self._waiting if entry[1].deadline <= now]:
             message = f"no rows of this decode worker were free in {generation.request.timeout_s:g} s"
             self._end(generation, Reason.FAILED, Overloaded(message, retry_after_s=RETRY_AFTER_S))
-        self._restore()
-        while self._waiting and not self._swapped and self._admit(self._waiting[0][1], now):
+        self._rows.restore()
+        while self._waiting and not self._rows.swapped and self._admit(self._waiting[0][1], now):
             pass
 
     def next_batch(self) -> list[Sequence]:
@@ -182,10 +179,10 @@ class Scheduler:
         limit = self._batch_limit()
         self._metrics.batch_limit.set(limit)
         batch: list[Sequence] = []
-        for sequence in sorted(self._running, key=lambda each: each.token_due_at):
+        for sequence in sorted(self._rows.running, key=lambda each: each.token_due_at):
             if len(batch) == limit:
                 break
-            if sequence.block_ids and self._grow(sequence):
+            if sequence.block_ids and self._rows.grow(sequence):
                 batch.append(sequence)
         return [
             sequence for sequence in batch if sequence.block_ids
@@ -202,7 +199,7 @@ class Scheduler:
             sequence.last_token_at = generation.last_token_at = now
             self._emit(generation, Token(sequence.choice, token))
             if token.finish_reason is not FinishReason.NONE:
-                self._drop(sequence)
+                self._rows.drop(sequence)
                 self._end_if_finished(generation)
 
     # What others may know
@@ -223,21 +220,14 @@ class Scheduler:
     @property
     def num_swapped(self) -> int:
         """Sequences, not requests."""
-        return len(self._swapped)
+        return len(self._rows.swapped)
 
     # Admission
 
     def _check(self, request: Request) -> None:
         """Raises InvalidRequest or Duplicate for what must not be retried elsewhere as it is."""
         request.validate(self._limits.vocab_size, self._limits.max_context)
-        needed = self._num_blocks(len(request.token_ids)) + self._first_growth(request)
-        if needed > self._blocks.num_blocks:
-            raise InvalidRequest(
-                f"prompt of {len(request.token_ids)} tokens with {request.sampling.n} choices takes {needed} blocks of "
-                f"{self._blocks.block_size}, and this worker's cache holds {self._blocks.num_blocks}: shorten it, or "
-                "raise --memory of the worker",
-                field="prompt",
-            )
+        self._rows.check(request)
         for other in self._overlapping(request):
             if other.request.attempt >= request.attempt:
                 raise Duplicate(
@@ -257,19 +247,17 @@ class Scheduler:
     def _admit(self, generation: Generation, now: float) -> bool:
         """Sets rows aside for the head of the queue; False when it has to wait for them."""
         request = generation.request
-        holders = len(self._running) + sum(
+        holders = len(self._rows.running) + sum(
             other.request.sampling.n for other in self._all_live() if other.phase is Phase.RESERVED
         )
         if holders and holders + request.sampling.n > self._limits.max_batch:
             return False
-        num_prompt_blocks = self._num_blocks(len(request.token_ids))
-        needed = num_prompt_blocks + self._first_growth(request)
-        headroom = len(self._running)  # a block each, or the newcomer would soon push somebody out
-        if needed + headroom > self._blocks.num_free:
+        block_ids = self._rows.first(request)
+        if block_ids is None:
             return False
-        generation.block_ids = self._blocks.allocate(needed) or []
+        generation.block_ids = block_ids
         try:
-            prompt_block_ids = generation.block_ids[:num_prompt_blocks]
+            prompt_block_ids = block_ids[: self._rows.num_prompt_blocks(request)]
             generation.reservation = self._reserve(generation, prompt_block_ids, generation.deadline - now)
         except TwinpoolError as error:
             self._end(generation, Reason.FAILED, error)
@@ -280,96 +268,12 @@ class Scheduler:
         self._emit(generation, Reserved(generation.reservation.target))
         return True
 
-    def _deal_rows(self, generation: Generation) -> None:
-        """Gives each unfinished choice the prompt's rows and one to grow into; frees what is left over."""
-        sequences = generation.sequences
-        num_full, rest = divmod(len(generation.request.token_ids), self._blocks.block_size)
-        num_prompt = num_full + (1 if rest else 0)
-        full, partial = generation.block_ids[:num_full], generation.block_ids[num_full:num_prompt]
-        growth = generation.block_ids[num_prompt:]
-        generation.block_ids = []
-        for i, sequence in enumerate(sequences):
-            if i > 0:
-                self._blocks.retain(full)
-            if partial and i == 0:
-                own = partial
-            else:
-                own = [growth.pop()]
-                for block_id in partial:
-                    self._swap.fork(block_id, own[0])
-            sequence.block_ids = full + own
-        self._blocks.release(growth if sequences else full + partial + growth)
-
-    def _first_growth(self, request: Request) -> int:
-        """Blocks beside the prompt's that its choices need for their second token."""
-        shares_partial = len(request.token_ids) % self._blocks.block_size != 0
-        return request.sampling.n - 1 if shares_partial else request.sampling.n
-
-    # Rows
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._blocks.block_size)
-
-    def _grow(self, sequence: Sequence) -> bool:
-        """Gives the sequence the block of its last token. False when it lost its rows to a more senior one."""
-        while len(sequence.block_ids) < self._num_blocks(sequence.num_tokens):
-            block_ids = self._blocks.allocate(1)
-            if block_ids is not None:
-                sequence.block_ids += block_ids
-                continue
-            self._preempt(max(self._running, key=lambda each: each.seniority))
-            if not sequence.block_ids:
-                return False
-        return True
-
-    def _preempt(self, victim: Sequence) -> None:
-        self._metrics.preemptions.inc()
-        stored = self._num_blocks(victim.num_tokens - 1)  # the block of the last token may be there, still empty
-        slots = self._swap.save(victim.block_ids[:stored])
-        if slots is None:
-            message = "the cache and the swap area of this decode worker are full: raise --memory or --swap"
-            self._end(victim.generation, Reason.PREEMPTED, Overloaded(message, retry_after_s=RETRY_AFTER_S))
-            return
-        self._running.remove(victim)
-        self._release(victim)
-        victim.slots = slots
-        self._swapped.append(victim)
-
-    def _restore(self) -> None:
-        """Brings swapped out sequences back, the most senior first, as far as rows go."""
-        for sequence in sorted(self._swapped, key=lambda each: each.seniority):
-            needed = self._num_blocks(sequence.num_tokens)
-            headroom = len(self._running)  # or it would soon have to leave again
-            if needed + headroom > self._blocks.num_free:
-                return
-            sequence.block_ids = self._blocks.allocate(needed) or []
-            self._swap.restore(sequence.slots, sequence.block_ids[: len(sequence.slots)])
-            sequence.slots = []
-            self._swapped.remove(sequence)
-            self._running.append(sequence)
-            self._metrics.restores.inc()
-
     def _batch_limit(self) -> int:
-        targets = [each.generation.request.tpot_target_s for each in self._running]
+        targets = [each.generation.request.tpot_target_s for each in self._rows.running]
         strictest = min((target for target in targets if target > 0), default=0.0)
         return self.pace.limit(strictest, self._limits.max_batch)
 
     # Ends
-
-    def _drop(self, sequence: Sequence) -> None:
-        """One choice is over."""
-        sequence.generation.sequences.remove(sequence)
-        if sequence.slots:
-            self._swapped.remove(sequence)
-            self._swap.free(sequence.slots)
-            sequence.slots = []
-        else:
-            self._running.remove(sequence)
-            self._release(sequence)
-
-    def _release(self, sequence: Sequence) -> None:
-        block_ids, sequence.block_ids = sequence.block_ids, []
-        self._blocks.release(block_ids)
 
     def _end_if_finished(self, generation: Generation) -> None:
         if generation.phase is Phase.RUNNING:
@@ -387,16 +291,17 @@ class Scheduler:
         if generation.phase is Phase.RESERVED and generation.reservation is not None:
             generation.reservation.release()  # from here on no byte lands in its rows
         generation.phase = Phase.ENDED
-        for sequence in list(generation.sequences):
-            self._drop(sequence)
-        block_ids, generation.block_ids = generation.block_ids, []
-        self._blocks.release(block_ids)
+        self._rows.free(generation)
         self._forget(generation)
         decode_s = generation.last_token_at - generation.committed_at
         if generation.committed_at:
             self._metrics.request_seconds.labels(generation.request.sla_class).observe(decode_s)
         self._metrics.ended.labels(reason.name.lower()).inc()
         self._emit(generation, Ended(reason, error, decode_s * 1000))
+
+    def _evict(self, generation: Generation) -> None:
+        message = "the cache and the swap area of this decode worker are full: raise --memory or --swap"
+        self._end(generation, Reason.PREEMPTED, Overloaded(message, retry_after_s=RETRY_AFTER_S))
 
     def _forget(self, generation: Generation) -> None:
         attempts = self._live.get(generation.request.request_id, [])

@@ -26,7 +26,7 @@ from engine.engine import Engine
 from engine.kv_cache import KvCache
 from engine.sampling import Sampled, SampleRow
 from kvtransfer import Commit, KvReceiver, Region, Reservation
-from twinpool.errors import Cancelled, Internal, TransferFailed
+from twinpool.errors import Internal, TransferFailed, Unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class Worker:
 
     def _stop(self) -> None:
         self._stopping = True
-        self._scheduler.end_all(Reason.FAILED, Cancelled("the worker stops"))
+        self._scheduler.end_all(Reason.FAILED, Unavailable("the worker stops"))
         self._flush()
 
     def _step(self, sequences: list[Sequence]) -> None:

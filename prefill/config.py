@@ -23,7 +23,9 @@ class PrefillConfig(WorkerConfig):
     memory: Size = option(Size(1 << 30), help="KV cache, beside the weights, or a fraction of the memory", unit="bytes")
     threads: int = option(0, help="compute threads; 0 takes one a core", unit="threads", minimum=0)
     cores: str = option("", help='CPU cores to run on, as in "0-3,8"; empty: all', unit="cores")
-    token_budget: int = option(512, help="tokens computed in one step", unit="tokens", minimum=16)
+    token_budget: int = option(
+        256, help="tokens computed in one step; past what fills the device, more only delays", unit="tokens", minimum=16
+    )
     max_short_prompts: int = option(32, help="short inputs computed side by side", unit="prompts", minimum=1)
     max_long_prompts: int = option(8, help="long inputs computed side by side", unit="prompts", minimum=1)
     max_requests: int = option(1024, help="requests accepted at a time, waiting ones included", minimum=1)

@@ -34,7 +34,7 @@ from kvtransfer import KvSender, Push, PushResult, Region
 from prefill.metrics import PrefillMetrics
 from prefill.request import Chunk, Event, Finished, FirstTokens, Request, Sequence, Transferred
 from prefill.scheduler import BatchLimits, Scheduler
-from twinpool.errors import Cancelled, Internal, Overloaded, TwinpoolError
+from twinpool.errors import Cancelled, Internal, Overloaded, TwinpoolError, Unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ class Worker:
     def _stop(self) -> None:
         self._stopping = True
         for sequence in list(self._open):
-            self._end(sequence, Cancelled("the worker stops"))
+            self._end(sequence, Unavailable("the worker stops"))
 
     def _add(self, sequence: Sequence) -> None:
         if not sequence.ended:
