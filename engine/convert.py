@@ -169,7 +169,7 @@ class _Source:
         return scaling | ({"original_max_position_embeddings": original} if original else {})
 
     def _llama3_scaling(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """GGUF stores Llama 3's scaling as the divisor of every frequency; the released models differ in `factor` only."""
+        """GGUF stores Llama 3's scaling as every frequency's divisor; the released models differ in `factor` only."""
         divisors = torch.from_numpy(np.array(self.tensors["rope_freqs.weight"].data, dtype=np.float32))
         scaling = {
             "rope_type": "llama3",
@@ -233,7 +233,7 @@ class _Source:
 
 
 def _pairs_to_halves(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """GGUF orders llama's query and key rows for rope over neighbours, Hugging Face for rope over rows i and i + D/2."""
+    """GGUF orders llama's query and key rows for rope over neighbours, Hugging Face over rows i and i + D/2."""
     heads = rows.view(-1, head_dim // 2, 2, *rows.shape[1:])
     return heads.transpose(1, 2).reshape(rows.shape).contiguous()
 

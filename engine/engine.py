@@ -74,7 +74,7 @@ class Engine:
         _check_memory(config.num_parameters * DTYPES[dtype].itemsize, memory_bytes)
         with torch.inference_mode():
             cache = KvCache(layout, memory_bytes // layout.block_bytes)
-            model = models.build(config, checkpoint, operators, DTYPES[dtype])
+            model = models.build(config, checkpoint, operators, DTYPES[dtype], int8_keys=kv_dtype == "int8")
         identity = "\n".join((checkpoint.digest(), layout.describe(), f"dtype={dtype}", PROTOCOL_VERSION))
         fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         return cls(config, model, cache, model_name=model_dir.resolve().name, fingerprint=fingerprint)

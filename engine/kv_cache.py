@@ -7,6 +7,7 @@ A row holds, side by side and head-major, so that a scale can never be separated
     K scales [num_kv_heads, block_size]       fp16, int8 only: one scale per token and KV head
     V scales [num_kv_heads, block_size]
 
+Int8 keys are balanced and rotated first, as queries are (engine/models/int8_keys.py): attention scores stay the same.
 Block b of a sequence lives in row b of every layer's region. What is stored is what travels between the pools.
 """
 
@@ -52,7 +53,8 @@ class KvLayout:
         """Everything two caches must agree on to exchange rows, as one line (part of the fingerprint)."""
         return (
             f"layers={self.num_layers} kv_heads={self.num_kv_heads} head_dim={self.head_dim} "
-            f"block={self.block_size} dtype={self.kv_dtype} scales=token-head-fp16 order=head-major/v1"
+            f"block={self.block_size} dtype={self.kv_dtype} order=head-major/v1"
+            f"{' scales=token-head-fp16 keys=balanced-hadamard/v1' if self.kv_dtype == 'int8' else ''}"
         )
 
 

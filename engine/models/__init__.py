@@ -13,5 +13,8 @@ from engine.models.dense import DenseDecoder
 MODELS = {"llama": DenseDecoder, "qwen2": DenseDecoder, "qwen3": DenseDecoder}
 
 
-def build(config: ModelConfig, checkpoint: Checkpoint, ops: ModuleType, dtype: torch.dtype) -> DenseDecoder:
-    return MODELS[config.model_type](config, checkpoint, ops, dtype)
+def build(
+    config: ModelConfig, checkpoint: Checkpoint, ops: ModuleType, dtype: torch.dtype, *, int8_keys: bool
+) -> DenseDecoder:
+    """Raises ConfigError when the checkpoint does not hold what the config implies."""
+    return MODELS[config.model_type](config, checkpoint, ops, dtype, int8_keys=int8_keys)

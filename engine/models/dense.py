@@ -17,7 +17,10 @@ from engine.batch import Batch
 from engine.kv_cache import KvView
 from engine.loading import Checkpoint
 from engine.model_config import ModelConfig
+from engine.models.int8_keys import balance_factors, projection_rms, rotations
 from engine.rope import Rotary
+
+Projection = tuple[torch.Tensor, torch.Tensor | None]  # weight [out, in], bias [out]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +40,20 @@ class Layer:
 class DenseDecoder:
     """Weights and forward pass. Activations are in `dtype`; the cache's dtype is the ops' business."""
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, ops: ModuleType, dtype: torch.dtype) -> None:
-        """Loads layer by layer, so that beside the packed weights only one layer is held a second time."""
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint, ops: ModuleType, dtype: torch.dtype, *, int8_keys: bool
+    ) -> None:
+        """Loads layer by layer, so that beside the packed weights only one layer is held a second time.
+
+        int8_keys: whether keys are changed to fit an int8 cache, see engine.models.int8_keys.
+        """
         self.config = config
         self.ops = ops
         self.rotary = Rotary(config.rope, config.head_dim)
-        reader = _Reader(config, checkpoint, ops, dtype)
+        self.rotations = None
+        if int8_keys:
+            self.rotations = [ops.pack_linear(matrix, None) for matrix in rotations(config.head_dim, dtype)]
+        reader = _Reader(config, checkpoint, ops, dtype, int8_keys)
         self.embedding = reader.embedding()
         self.layers = [reader.layer(index) for index in range(config.num_layers)]
         self.final_norm = reader.norm("model.norm", config.hidden_size)
@@ -81,7 +92,12 @@ class DenseDecoder:
             q = self.ops.rms_norm(q, layer.q_norm, config.rms_norm_eps)
             k = self.ops.rms_norm(k, layer.k_norm, config.rms_norm_eps)
         q, k = self.ops.rope(q, k, cos, sin)
+        if self.rotations is not None:
+            q, k = (self._rotate(x, matrix) for x, matrix in zip((q, k), self.rotations, strict=True))
         return q, k, v
+
+    def _rotate(self, x: torch.Tensor, matrix: Any) -> torch.Tensor:
+        return self.ops.linear(x.reshape(-1, self.config.head_dim), matrix).view(x.shape)
 
     def _attend(self, q: torch.Tensor, view: KvView, batch: Batch) -> torch.Tensor:
         scale = self.config.head_dim**-0.5
@@ -93,8 +109,10 @@ class DenseDecoder:
 class _Reader:
     """Checkpoint names and shapes of the dense decoders (the names of transformers)."""
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, ops: ModuleType, dtype: torch.dtype) -> None:
-        self.config, self.checkpoint, self.ops, self.dtype = config, checkpoint, ops, dtype
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint, ops: ModuleType, dtype: torch.dtype, int8_keys: bool
+    ) -> None:
+        self.config, self.checkpoint, self.ops, self.dtype, self.int8_keys = config, checkpoint, ops, dtype, int8_keys
 
     def embedding(self) -> torch.Tensor:
         shape = (self.config.vocab_size, self.config.hidden_size)
@@ -110,26 +128,60 @@ class _Reader:
 
     def layer(self, index: int) -> Layer:
         config, prefix = self.config, f"model.layers.{index}"
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        hidden, inner = config.hidden_size, config.intermediate_size
-        qkv = {f"{attention}.q_proj": q_size, f"{attention}.k_proj": kv_size, f"{attention}.v_proj": kv_size}
-        gate_up = {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}
+        mlp, hidden, inner = f"{prefix}.mlp", config.hidden_size, config.intermediate_size
+        input_norm = self.norm(f"{prefix}.input_layernorm", hidden)
+        qkv, q_norm, k_norm = self.attention_input(f"{prefix}.self_attn", input_norm)
+        output = self.projection(
+            f"{prefix}.self_attn.o_proj", hidden, config.num_heads * config.head_dim, config.o_bias
+        )
+        gate, up = (self.projection(f"{mlp}.{name}_proj", inner, hidden, config.mlp_bias) for name in ("gate", "up"))
+        down = self.projection(f"{mlp}.down_proj", hidden, inner, config.mlp_bias)
         return Layer(
-            input_norm=self.norm(f"{prefix}.input_layernorm", hidden),
-            qkv=self.linear(qkv, hidden, config.qkv_bias),
-            q_norm=self.norm(f"{attention}.q_norm", config.head_dim) if config.qk_norm else None,
-            k_norm=self.norm(f"{attention}.k_norm", config.head_dim) if config.qk_norm else None,
-            output=self.linear({f"{attention}.o_proj": hidden}, q_size, config.o_bias),
+            input_norm=input_norm,
+            qkv=qkv,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            output=self.pack(output),
             post_norm=self.norm(f"{prefix}.post_attention_layernorm", hidden),
-            gate_up=self.linear(gate_up, hidden, config.mlp_bias),
-            down=self.linear({f"{mlp}.down_proj": hidden}, inner, config.mlp_bias),
+            gate_up=self.pack(gate, up),
+            down=self.pack(down),
         )
 
-    def linear(self, parts: dict[str, int], in_size: int, has_bias: bool) -> Any:
-        """Packs the projections `parts` (name -> output size) as one, stacked along the output."""
-        take, dtype = self.checkpoint.take, self.dtype
-        weights = [take(f"{name}.weight", (out_size, in_size), dtype) for name, out_size in parts.items()]
-        biases = [take(f"{name}.bias", (out_size,), dtype) for name, out_size in parts.items()] if has_bias else []
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        return self.ops.pack_linear(weight, torch.cat(biases) if has_bias else None)
+    def attention_input(
+        self, name: str, input_norm: torch.Tensor
+    ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None]:
+        """Packed q|k|v and the norms of query and key heads; with int8_keys, balanced."""
+        config, head_dim = self.config, self.config.head_dim
+        sizes = (config.num_heads * head_dim, config.num_kv_heads * head_dim, config.num_kv_heads * head_dim)
+        q, k, v = (
+            self.projection(f"{name}.{part}_proj", size, config.hidden_size, config.qkv_bias)
+            for part, size in zip("qkv", sizes, strict=True)
+        )
+        q_norm = self.norm(f"{name}.q_norm", head_dim) if config.qk_norm else None
+        k_norm = self.norm(f"{name}.k_norm", head_dim) if config.qk_norm else None
+        if self.int8_keys and q_norm is not None and k_norm is not None:
+            factors = balance_factors(q_norm.double().abs(), k_norm.double().abs())
+            q_norm, k_norm = (q_norm * factors).to(self.dtype), (k_norm / factors).to(self.dtype)
+        elif self.int8_keys:
+            key_rms = projection_rms(*k, input_norm).view(config.num_kv_heads, 1, head_dim)
+            query_rms = projection_rms(*q, input_norm).view(config.num_kv_heads, -1, head_dim)  # heads that share a key
+            factors = balance_factors(query_rms.square().mean(1, keepdim=True).sqrt(), key_rms)
+            q = _scale_rows(q, factors.expand_as(query_rms).flatten())
+            k = _scale_rows(k, 1 / factors.flatten())
+        return self.pack(q, k, v), q_norm, k_norm
+
+    def projection(self, name: str, out_size: int, in_size: int, has_bias: bool) -> Projection:
+        bias = self.checkpoint.take(f"{name}.bias", (out_size,), self.dtype) if has_bias else None
+        return self.checkpoint.take(f"{name}.weight", (out_size, in_size), self.dtype), bias
+
+    def pack(self, *parts: Projection) -> Any:
+        """One linear of all parts (which have a bias or not alike), stacked along the output."""
+        weight = parts[0][0] if len(parts) == 1 else torch.cat([weight for weight, _ in parts])
+        biases = [bias for _, bias in parts if bias is not None]
+        return self.ops.pack_linear(weight, torch.cat(biases) if biases else None)
+
+
+def _scale_rows(projection: Projection, factors: torch.Tensor) -> Projection:
+    weight, bias = projection
+    scaled = weight * factors.to(weight.dtype).unsqueeze(1)
+    return scaled, None if bias is None else bias * factors.to(bias.dtype)
