@@ -191,5 +191,7 @@ async def test_load_tells_what_waits(served: Served) -> None:
     for call in calls:
         await events_of(call)
     await served.baseline()
-    load = served.server.load()
-    assert (load.running, load.waiting, load.waiting_tokens, load.draining) == (0, 0, 0, False)
+    async with asyncio.timeout(5):
+        while (load := served.server.load()).running:  # told after the step
+            await asyncio.sleep(0.005)
+    assert (load.waiting, load.waiting_tokens, load.rows_free, load.draining) == (0, 0, 512, False)
