@@ -28,14 +28,13 @@ from twinpool.errors import (
     Overloaded,
     TransferFailed,
     TwinpoolError,
-    Unauthenticated,
     UnknownModel,
     WorkerLost,
     by_name,
 )
 
-# What no other worker would answer differently.
-_FINAL = (InvalidRequest, UnknownModel, Duplicate, Unauthenticated, DeadlineExceeded)
+_FINAL = (InvalidRequest, UnknownModel, Duplicate, DeadlineExceeded)  # no other worker would say otherwise
+_FULL_RETRY_AFTER_S = 1.0  # what a client is told when all attempts met workers without room
 
 
 _LAST_WORDS_S = 1.0
@@ -108,11 +107,11 @@ class Attempt:
             self.phase = Phase.ENDED
             if session is not None:
                 session.cancel(self._job.request_id, self._job.attempt)
-            if self._prefill is not None:
-                self._prefill.cancel()
-                await asyncio.wait([self._prefill])
             self._pair.release()
             self._registry.on_change()
+            if self._prefill is not None:  # last: a cancel of this task may cut the wait short
+                self._prefill.cancel()
+                await asyncio.wait([self._prefill])
 
     async def _last_words(self) -> None:
         """Waits for the figures that both workers send about now; only ever for a moment."""
@@ -141,7 +140,10 @@ class Attempt:
             self._early.append(lambda: self.tokens(choice, tokens))
         elif self.phase is Phase.DECODING and not self._done.done():
             self._decoded = True
-            self._deliver(choice, tokens)
+            try:
+                self._deliver(choice, tokens)
+            except Internal as error:
+                self.decode_lost(error)
 
     def ended(self, end: DecodeEnd) -> None:
         if self.phase is Phase.PREFILLING and end.reason == "FINISHED":
@@ -154,16 +156,19 @@ class Attempt:
             return
         decode = [self._pair.decode] if self._pair.decode is not None else []
         where = f"decode worker {decode[0].info.worker_id}" if decode else "decode worker"
+        kind = by_name(end.error)
         if end.reason == "REJECTED":
-            self._fail(_named(end, InvalidRequest), [], final=True)
+            self._fail((kind if issubclass(kind, _FINAL) else InvalidRequest)(end.message), [])
         elif end.reason == "TRANSFER_FAILED":
-            self._fail(_named(end, TransferFailed), [self._pair.prefill, *decode])
-        elif end.reason == "PREEMPTED":
-            self._fail(Overloaded(f"{where} ran out of rows: {end.message}"), decode)
+            broken = kind if issubclass(kind, TransferFailed) else TransferFailed
+            self._fail(broken(f"{where}: {end.message}"), [self._pair.prefill, *decode])
+        elif end.reason == "PREEMPTED" or issubclass(kind, Overloaded):
+            self._fail(Overloaded(f"{where}: {end.message}", retry_after_s=_FULL_RETRY_AFTER_S), decode)
         else:
-            self._fail(WorkerLost(f"{where} ended the request early ({end.reason}): {end.message}"), decode)
+            self._fail(Internal(f"{where} ended the request early ({end.reason}): {end.message}"), decode)
 
     def decode_lost(self, error: TwinpoolError) -> None:
+        """The decode worker is gone, or nothing more that it says of this attempt can be trusted."""
         self._ended.set()
         self._fail(error, [self._pair.decode] if self._pair.decode is not None else [])
 
@@ -216,8 +221,7 @@ class Attempt:
     def _deliver(self, index: int, tokens: Sequence[Token]) -> None:
         choice = self._choices.get(index)
         if choice is None:
-            self._fail(Internal(f"tokens of choice {index}, which was not asked for"), [])
-            return
+            raise Internal(f"tokens came for choice {index}, which was not asked for")
         if choice.finished:
             return
         taken = choice.accept(tokens)
@@ -234,10 +238,10 @@ class Attempt:
         elif session is not None and not tokens[taken - 1].finish_reason:  # a stop string, which the worker cannot see
             session.cancel(self._job.request_id, self._job.attempt, index)
 
-    def _fail(self, error: TwinpoolError, workers: Sequence[Worker], *, final: bool = False) -> None:
+    def _fail(self, error: TwinpoolError, workers: Sequence[Worker]) -> None:
         if self._done.done():
             return
-        if final or isinstance(error, _FINAL):
+        if isinstance(error, _FINAL):
             self._done.set_exception(error)
             return
         if not isinstance(error, Overloaded):  # a full worker is no faulty one
@@ -247,9 +251,3 @@ class Attempt:
 
     def _remaining_s(self) -> float:
         return max(0.0, self._deadline - self._loop.time())
-
-
-def _named(end: DecodeEnd, default: type[TwinpoolError]) -> TwinpoolError:
-    """The error that the worker named, if it is of the expected kind."""
-    kind = by_name(end.error)
-    return (kind if issubclass(kind, default) else default)(end.message)

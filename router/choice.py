@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from router.detokenizer import Detokenizer, TokenBytes
 from router.stop import StopMatcher
 from router.wire import Token
+from twinpool.errors import Internal
 from twinpool.sampling import FinishReason, SamplingParams
 
 
@@ -31,6 +32,7 @@ class Choice:
         self.finish_reason = FinishReason.NONE
         self._echoes = sampling.echo
         self._min_tokens = sampling.min_tokens
+        self._vocab_size = len(vocabulary.own)
         self._detokenizer = Detokenizer(vocabulary, at_start=sampling.echo)
         self._stops = StopMatcher(sampling.stop)
         self._text: list[str] = []  # not yet taken
@@ -51,7 +53,10 @@ class Choice:
         self._text.extend(self._detokenizer.push(token.token_id) for token in prompt)
 
     def accept(self, tokens: Sequence[Token]) -> int:
-        """Takes sampled tokens in, up to the one that ends the choice; how many were taken."""
+        """Takes sampled tokens in, up to the one that ends the choice; how many were taken.
+
+        Raises Internal at a token that is not in the vocabulary, and does not take it.
+        """
         for number, token in enumerate(tokens):
             if self.finish_reason is not FinishReason.NONE:
                 return number
@@ -59,6 +64,8 @@ class Choice:
         return len(tokens)
 
     def _accept(self, token: Token) -> None:
+        if token.token_id >= self._vocab_size or any(each >= self._vocab_size for each, _ in token.top):
+            raise Internal(f"token {token.token_id} came from a worker; the vocabulary ends at {self._vocab_size - 1}")
         self.token_ids.append(token.token_id)
         self._tokens.append(token)
         # the token that ends the sequence is not part of its text

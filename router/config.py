@@ -28,8 +28,8 @@ class RouterConfig(ProcessConfig):
     )
     sla_classes: tuple[str, ...] = option(
         (
-            "interactive:ttft_ms=1000:tpot_ms=100:priority=10:deadline_s=120:queue=256",
-            "batch:ttft_ms=30000:tpot_ms=0:priority=0:deadline_s=1800:queue=1024",
+            "interactive:ttft_ms=1000:tpot_ms=100:priority=10:deadline_s=600:queue=256",
+            "batch:ttft_ms=30000:tpot_ms=0:priority=0:deadline_s=3600:queue=1024",
         ),
         help="service levels: targets for TTFT and TPOT (0: none), priority, default deadline, queue bound",
         unit="NAME:KEY=VALUE:...,...",

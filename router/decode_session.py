@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -16,8 +17,10 @@ import grpc
 
 from router import wire
 from router.wire import DecodeEnd, Job, Token
-from twinpool.errors import TwinpoolError, WorkerLost
+from twinpool.errors import Internal, TwinpoolError, WorkerLost
 from twinpool.v1 import worker_pb2, worker_pb2_grpc
+
+logger = logging.getLogger(__name__)
 
 
 class Listener(Protocol):
@@ -73,7 +76,10 @@ class DecodeSession:
         try:
             async for message in call:
                 for event in message.events:
-                    self._dispatch(event)
+                    try:
+                        self._dispatch(event)
+                    except Exception as error:  # one request's events must not take the others down
+                        self._condemn(event, error)
             reason = "it ended the stream"
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
@@ -97,6 +103,15 @@ class DecodeSession:
         elif kind == "ended":
             del self._listeners[key]
             listener.ended(wire.decode_end(event.ended))
+
+    def _condemn(self, event: worker_pb2.DecodeEvent, error: Exception) -> None:
+        logger.error("bad event of a decode worker", exc_info=error, extra={"worker": self._worker_id})
+        listener = self._listeners.get((event.request_id, event.attempt))
+        self.cancel(event.request_id, event.attempt)
+        if listener is not None:
+            listener.decode_lost(
+                Internal(f"decode worker {self._worker_id} sent an event that cannot be read: {error!r}")
+            )
 
     def _lose(self, error: TwinpoolError) -> None:
         listeners, self._listeners = list(self._listeners.values()), {}

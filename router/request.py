@@ -20,7 +20,7 @@ from router.placement import Demand
 from router.pools import Registry
 from router.timeline import Timeline
 from router.wire import Job
-from twinpool.errors import DeadlineExceeded, PoolEmpty, TransferFailed, TwinpoolError, WorkerLost
+from twinpool.errors import DeadlineExceeded, Overloaded, PoolEmpty, TransferFailed, TwinpoolError, WorkerLost
 from twinpool.sampling import SamplingParams
 
 
@@ -62,7 +62,7 @@ class Request:
         self.vocabulary = vocabulary
         self.choices = [Choice(index, ask.sampling, vocabulary) for index in range(ask.sampling.n)]
         self.timeline = Timeline(ask.arrived_at, ask.sla.name, ask.input_class)
-        self.outcome = ""  # "finished", "cancelled" or the class of the error; empty while it runs
+        self.outcome = ""  # "finished", "cancelled" or the class of the error; empty until `close`
         self.error = ""  # its message
         self._admission = admission
         self._registry = registry
@@ -157,7 +157,7 @@ class Request:
                     raise
                 raise _exhausted(failures, empty.message) from empty
             choices = [choice for choice in choices if not choice.finished]
-            if len(choices) > 1 and choices[0].token_ids:
+            if len(choices) > 1 and any(choice.token_ids for choice in choices):
                 await self._serve_each(choices, failures)
                 return
 
@@ -239,5 +239,7 @@ class Request:
 def _exhausted(failures: Sequence[TwinpoolError], why: str) -> TwinpoolError:
     """What the client gets when attempts have failed and none can follow."""
     last = failures[-1]
-    kind = TransferFailed if isinstance(last, TransferFailed) else WorkerLost
-    return kind(f"{last.message} ({len(failures)} attempts failed; {why}); send the request again")
+    message = f"{last.message} ({len(failures)} attempts failed; {why}); send the request again"
+    if isinstance(last, Overloaded):
+        return Overloaded(message, retry_after_s=last.retry_after_s or 1.0)
+    return (TransferFailed if isinstance(last, TransferFailed) else WorkerLost)(message)

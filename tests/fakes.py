@@ -46,10 +46,13 @@ class Fault(Enum):
     HANG = auto()  # before the first tokens, until cancelled
     SLOW_TRANSFER = auto()  # after the first tokens, until cancelled
     WRONG_COUNT = auto()  # one first token too many
+    BAD_FIRST = auto()  # the last choice's first token is in no vocabulary
     # decode
     REJECT = auto()
     PREEMPT = auto()  # after two tokens
     FAIL = auto()
+    CROWDED = auto()  # too many wait there already
+    NONSENSE = auto()  # a token that no vocabulary has, among the tokens of others
     NO_ROWS = auto()  # never reserves
     DROP_STREAM = auto()  # after two tokens, with all that is on it
     TRANSFER_FAILED = auto()  # the rows did not arrive whole
@@ -206,6 +209,8 @@ class FakePrefill(Worker, PrefillServicer):
             queue_ms=0.25,
             prefill_ms=0.5,
         )
+        if fault is Fault.BAD_FIRST:
+            first.tokens[-1].token_id = 2**31
         if request.sampling.echo and request.sampling.HasField("logprobs"):
             for token_id in request.token_ids:
                 first.prompt_logprobs.add(token_id=token_id, logprob=-token_id / 8)
@@ -294,6 +299,9 @@ class FakeDecode(Worker, DecodeServicer):
         if fault is Fault.FAIL:
             end("FAILED", "Internal", "the device is broken")
             return
+        if fault is Fault.CROWDED:
+            end("FAILED", "Overloaded", "100 requests wait")
+            return
         target = self.fabric.reserve(f"{self.name}/{submit.request_id}/{submit.attempt}")
         try:
             tell(reserved=worker_pb2.Reserved(transfer_target=target))
@@ -303,6 +311,9 @@ class FakeDecode(Worker, DecodeServicer):
         if fault is Fault.TRANSFER_FAILED:
             end("TRANSFER_FAILED", "ChecksumMismatch", "row 3 arrived with other bytes")
             return
+        if fault is Fault.NONSENSE:
+            token = worker_pb2.SampledToken(token_id=2**31)
+            tell(tokens=worker_pb2.TokensOut(choice=submit.first_choice, tokens=[token]))
         self.running += 1
         try:
             await self._decode(generation, tell, fault)

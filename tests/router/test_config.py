@@ -25,14 +25,8 @@ def test_classes_can_be_set() -> None:
     config = load(
         RouterConfig,
         "router",
-        [
-            *MODEL,
-            "--sla-classes",
-            "gold:ttft_ms=200:priority=-3, free:deadline_s=9:queue=5",
-            "--default-sla-class",
-            "free",
-        ],
-        {},
+        [*MODEL, "--sla-classes", "gold:ttft_ms=200:priority=-3, free:deadline_s=9:queue=5"],
+        {"TWINPOOL_DEFAULT_SLA_CLASS": "free"},
     )
     assert config.parsed_classes() == (
         SlaClass(name="gold", ttft_ms=200, priority=-3),

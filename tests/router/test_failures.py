@@ -52,15 +52,15 @@ async def test_failed_prefill_is_retried_on_the_other_worker(api: Api, fakes: De
     assert sorted(attempts) == [1, 1, 1, 1, 2]  # the failed attempt's reservation is fenced by a new number
 
 
-@pytest.mark.parametrize("fault", [Fault.TRANSFER, Fault.DIE_AFTER_COMMIT])
+@pytest.mark.parametrize("fault", [Fault.TRANSFER, Fault.DIE_AFTER_COMMIT, Fault.BAD_FIRST])
 async def test_prefill_that_fails_after_the_first_token_leaves_no_gap(
     api: Api, fakes: Deployment, fault: Fault
 ) -> None:
     await two_and_two(api, fakes)
     for worker in prefills(fakes):
         worker.faults.append(fault)
-    deltas = [delta async for chunk in api.stream(PROMPT, max_tokens=9) for delta in chunk.choices]
-    assert [token for delta in deltas for token in delta.token_ids] == answer(PROMPT, 9)
+    choices, _ = await collect(api, PROMPT, max_tokens=9, n=2)
+    assert [choices[index][0] for index in range(2)] == [answer(PROMPT, 9, index) for index in range(2)]
 
 
 async def test_rows_that_arrived_before_the_prefill_worker_died_are_used(api: Api, fakes: Deployment) -> None:
@@ -73,7 +73,10 @@ async def test_rows_that_arrived_before_the_prefill_worker_died_are_used(api: Ap
     assert result.timeline.attempts == len(decode.submits) == 1
 
 
-@pytest.mark.parametrize("fault", [Fault.DROP_STREAM, Fault.PREEMPT, Fault.FAIL, Fault.TRANSFER_FAILED])
+@pytest.mark.parametrize(
+    "fault",
+    [Fault.DROP_STREAM, Fault.PREEMPT, Fault.FAIL, Fault.TRANSFER_FAILED, Fault.CROWDED, Fault.NONSENSE],
+)
 @pytest.mark.parametrize("n", [1, 3])
 async def test_failed_decode_resumes_without_gap_or_repeat(api: Api, fakes: Deployment, fault: Fault, n: int) -> None:
     await two_and_two(api, fakes)
@@ -158,6 +161,18 @@ async def test_attempts_are_limited(start: Start, fault: Fault, kind: type[error
         assert caught.value.code.name == "UNAVAILABLE"
         assert sum(len(worker.requests) for worker in prefills(fakes)) == 3
         await eventually(lambda: not fakes.held)
+
+
+async def test_workers_without_room_are_not_held_to_be_faulty(api: Api, fakes: Deployment) -> None:
+    await fakes.prefill()
+    decode = await fakes.decode()
+    await api.ready(2)
+    decode.faults += [Fault.CROWDED] * 3
+    with pytest.raises(errors.Overloaded) as caught:
+        await api.generate(PROMPT, max_tokens=9)
+    assert caught.value.retry_after_s is not None
+    await api.ready(2)
+    assert (await api.generate(PROMPT, max_tokens=9)).timeline.attempts == 1
 
 
 @pytest.mark.parametrize("worker", ["prefill", "decode"])

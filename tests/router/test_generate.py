@@ -191,7 +191,7 @@ async def test_classes_travel_to_the_workers(api: Api, pair: Deployment) -> None
     assert (submit.sla_class, submit.priority, submit.tpot_target_ms) == ("batch", 3, 0)
     await api.generate([7], max_tokens=2)
     assert decode.submits[1].tpot_target_ms == 100
-    assert 0 < decode.submits[1].timeout_ms <= 120_000
+    assert 0 < decode.submits[1].timeout_ms <= 600_000
     assert decode.submits[0].sampling.HasField("seed")
 
 
