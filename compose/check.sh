@@ -34,8 +34,8 @@ finish() {
 trap finish EXIT
 trap 'exit 130' INT TERM
 
-# A CPU build of torch, from where this machine's pip gets packages or from PyTorch's own index. Without it the build of
-# the image asks that index itself.
+# A CPU build of torch, from where this machine's pip gets packages (TORCH_INDEX_URL adds an index). Without it the build
+# of the image takes what pip finds there.
 fetch_torch() {
     local python requirement
     requirement=$(grep -o 'torch==[0-9.]*' pyproject.toml)
@@ -43,7 +43,7 @@ fetch_torch() {
     for python in .venv/bin/python python3.11 python3; do
         "$python" -c 'import pip, sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || continue
         "$python" -m pip download --quiet --no-deps --retries 1 --dest compose/wheels \
-            --extra-index-url https://download.pytorch.org/whl/cpu "$requirement" && return
+            ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} "$requirement" && return
     done
     echo "no wheel of $requirement to be had here; the build fetches it"
 }
