@@ -19,7 +19,6 @@ from engine.ops import native
 
 NAME = "cpu"
 
-_PANEL = 64  # kPanel of csrc/kernels.h
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
@@ -29,6 +28,7 @@ if _library is None:
 _linear, _rms_norm, _rope = _library.twinpool_linear, _library.twinpool_rms_norm, _library.twinpool_rope
 _silu_mul, _store_kv, _attention = _library.twinpool_silu_mul, _library.twinpool_store_kv, _library.twinpool_attention
 _set_num_threads = _library.twinpool_set_num_threads
+_PANEL = _library.twinpool_panel()  # output features side by side in packed weights
 
 
 def set_num_threads(count: int) -> None:
@@ -40,9 +40,9 @@ def set_num_threads(count: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A weight in panels of 64 output features, interleaved so that a panel is read front to back.
+    """A weight in panels of _PANEL output features, interleaved so that a panel is read front to back.
 
-    panels: uint8, one panel after the other, each [ceil(in / n), 64, n] with n = 2 for bf16 and 1 for fp32.
+    panels: uint8, one panel after the other, each [ceil(in / n), _PANEL, n] with n = 2 for bf16 and 1 for fp32.
     """
 
     panels: torch.Tensor

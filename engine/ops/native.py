@@ -60,9 +60,13 @@ def library() -> ctypes.CDLL | None:
         loaded = ctypes.CDLL(str(path))  # a CDLL, so that calls release the GIL
     except OSError:
         return None  # built for another machine
-    for name, parameters in _FUNCTIONS.items():
-        function = getattr(loaded, name)
-        function.argtypes, function.restype = parameters, None
+    try:
+        for name, parameters in _FUNCTIONS.items():
+            function = getattr(loaded, name)
+            function.argtypes, function.restype = parameters, None
+        loaded.twinpool_panel.argtypes, loaded.twinpool_panel.restype = (), ctypes.c_int
+    except AttributeError as exc:
+        raise ConfigError(f"{path} is older than this source ({exc}): reinstall twinpool to rebuild it") from exc
     loaded.twinpool_isa.argtypes, loaded.twinpool_isa.restype = (), ctypes.c_char_p
     loaded.twinpool_select_isa.argtypes, loaded.twinpool_select_isa.restype = (ctypes.c_char_p,), ctypes.c_int
     wanted = os.environ.get("TWINPOOL_ISA")

@@ -28,8 +28,8 @@ const std::vector<Isa>& isas() {
        __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512vl")},
       {"avx512bf16", &avx512bf16::kernels,
-       __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl")},
+       __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")},
 #endif
   };
   return all;
@@ -75,10 +75,13 @@ TWINPOOL_API int twinpool_select_isa(const char* name) {
 
 TWINPOOL_API const char* twinpool_isa() { return active->name; }
 
+// kPanel, which pack_linear has to know.
+TWINPOOL_API int twinpool_panel() { return kPanel; }
+
 TWINPOOL_API void twinpool_set_num_threads(int count) { set_num_threads(count); }
 
-TWINPOOL_API void twinpool_linear(int dtype, const void* x, int64_t x_stride, int64_t rows, const void* panels, int64_t steps,
-                                  int64_t out_features, const void* bias, void* out) {
+TWINPOOL_API void twinpool_linear(int dtype, const void* x, int64_t x_stride, int64_t rows, const void* panels,
+                                  int64_t steps, int64_t out_features, const void* bias, void* out) {
   const LinearArgs args = {static_cast<Dtype>(dtype),
                            static_cast<const char*>(x),
                            x_stride,
@@ -92,8 +95,8 @@ TWINPOOL_API void twinpool_linear(int dtype, const void* x, int64_t x_stride, in
                [&](int64_t task) { active->kernels->linear(args, task); });
 }
 
-TWINPOOL_API void twinpool_rms_norm(int dtype, const void* x, int64_t x_stride, int64_t rows, int64_t width, void* residual,
-                                    int64_t residual_stride, const void* weight, float eps, void* out) {
+TWINPOOL_API void twinpool_rms_norm(int dtype, const void* x, int64_t x_stride, int64_t rows, int64_t width,
+                                    void* residual, int64_t residual_stride, const void* weight, float eps, void* out) {
   const RmsNormArgs args = {static_cast<Dtype>(dtype),
                             static_cast<const char*>(x),
                             x_stride,
@@ -108,12 +111,14 @@ TWINPOOL_API void twinpool_rms_norm(int dtype, const void* x, int64_t x_stride, 
 
 TWINPOOL_API void twinpool_rope(int dtype, const void* x, int64_t token_stride, int64_t head_stride, int64_t tokens,
                                 int64_t num_heads, int64_t head_dim, const float* cos, const float* sin, void* out) {
-  const RopeArgs args = {static_cast<Dtype>(dtype), static_cast<const char*>(x), token_stride, head_stride, cos, sin,
-                         num_heads, head_dim, static_cast<char*>(out)};
+  const RopeArgs args = {
+      static_cast<Dtype>(dtype), static_cast<const char*>(x), token_stride, head_stride, cos, sin, num_heads, head_dim,
+      static_cast<char*>(out)};
   for_each_row(active->kernels->rope, args, tokens);
 }
 
-TWINPOOL_API void twinpool_silu_mul(int dtype, const void* gate_up, int64_t stride, int64_t rows, int64_t width, void* out) {
+TWINPOOL_API void twinpool_silu_mul(int dtype, const void* gate_up, int64_t stride, int64_t rows, int64_t width,
+                                    void* out) {
   const SiluMulArgs args = {static_cast<Dtype>(dtype), static_cast<const char*>(gate_up), stride, width,
                             static_cast<char*>(out)};
   for_each_row(active->kernels->silu_mul, args, rows);

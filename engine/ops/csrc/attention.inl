@@ -1,11 +1,13 @@
 // Attention over the paged cache, for prefill and decode alike, straight from the stored rows.
 //
-// A task is a run of one sequence's queries with all query heads of one KV head. It walks the cache in tiles of kTile tokens
-// at fixed positions 0, kTile, 2 * kTile ... whatever the block size. A tile is unpacked once into two panels (K with tokens as
-// columns, V with head dimensions as columns), and every query row that can see it goes over it with an online softmax:
+// A task is a run of one sequence's queries with all query heads of one KV head. It walks the cache in tiles of kTile
+// tokens at fixed positions 0, kTile, 2 * kTile ... whatever the block size. A tile is unpacked once into two panels (K
+// with tokens as columns, V with head dimensions as columns), and every query row that can see it goes over it with an
+// online softmax:
 //   scores = q * K;  p = exp(scores - max);  sum = sum * c + total(p);  out = out * c + p * V;  c = exp(old max - max)
-// What a row does in a tile depends only on the row and the tile. So its result is the same bits alone, beside others, in one
-// prompt or in chunks, from prefill or from decode. int8 codes are exact in bf16; their scales go to the scores and to p.
+// What a row does in a tile depends only on the row and the tile. So its result is the same bits alone, beside others,
+// in one prompt or in chunks, from prefill or from decode. int8 codes are exact in bf16; their scales go to the scores
+// and to p.
 
 constexpr int kTile = kPanel;
 
@@ -18,8 +20,8 @@ struct Tile {
   float score_scale[kTile], value_scale[kTile];
 };
 
-// Fills in the tile of `kv_head` that starts at token `start`. What lies beyond the context is replaced by `zeros`: no row sees
-// it, and nothing that happens to be there can reach a sum.
+// Fills in the tile of `kv_head` that starts at token `start`. What lies beyond the context is replaced by `zeros`: no
+// row sees it, and nothing that happens to be there can reach a sum.
 template <class Kv>
 void find_tile(const AttentionArgs& args, const AttentionTask& task, int64_t start, const Kv* zeros, Tile<Kv>& tile) {
   const KvCacheArgs& cache = args.cache;
@@ -107,8 +109,8 @@ struct SoftmaxState {
   float max, sum;
 };
 
-// Takes one row's raw scores of a tile of which it sees the tokens 0 .. last; leaves in `weights` what V is to be multiplied
-// with, and scales what `out` has gathered so far to the new maximum.
+// Takes one row's raw scores of a tile of which it sees the tokens 0 .. last; leaves in `weights` what V is to be
+// multiplied with, and scales what `out` has gathered so far to the new maximum.
 template <class T>
 void softmax_tile(float* scores, const float* score_scale, const float* value_scale, int64_t last, SoftmaxState& state,
                   T* weights, float* out, int64_t out_width) {
@@ -170,7 +172,8 @@ void attend(const AttentionArgs& args, const AttentionTask& task) {
 
   const int64_t first_head = task.kv_head * group;
   for (int64_t r = 0; r < rows; ++r) {
-    const char* from = args.q + (task.first_query + r / group) * args.q_token_stride + (first_head + r % group) * args.q_head_stride;
+    const char* from =
+        args.q + (task.first_query + r / group) * args.q_token_stride + (first_head + r % group) * args.q_head_stride;
     std::memcpy(q + r * head_dim, from, head_dim * sizeof(T));
     state[r] = {-INFINITY, 0.0f};
   }
@@ -186,21 +189,22 @@ void attend(const AttentionArgs& args, const AttentionTask& task) {
     const int64_t first_seeing = std::max<int64_t>(0, start - task.position) * group;
     for (int64_t r = first_seeing, n; r < rows; r += n) {
       n = std::min<int64_t>(kMaxRows, rows - r);
-      multiply_rows<T>(reinterpret_cast<const char*>(q + r * head_dim), head_dim * sizeof(T), n, key_panel, words, scores, kTile,
-                       false);
+      multiply_rows<T>(reinterpret_cast<const char*>(q + r * head_dim), head_dim * sizeof(T), n, key_panel, words,
+                       scores, kTile, false);
       for (int64_t i = 0; i < n; ++i)
-        softmax_tile(scores + i * kTile, tile->score_scale, tile->value_scale, task.position + (r + i) / group - start, state[r + i],
-                     weights + i * kTile, out + (r + i) * out_width, out_width);
+        softmax_tile(scores + i * kTile, tile->score_scale, tile->value_scale, task.position + (r + i) / group - start,
+                     state[r + i], weights + i * kTile, out + (r + i) * out_width, out_width);
       for (int64_t d = 0; d < head_dim; d += kPanel)
-        multiply_rows<T>(reinterpret_cast<const char*>(weights), kTile * sizeof(T), n, value_panels + d * kValueSteps, kValueSteps,
-                         out + r * out_width + d, out_width, true);
+        multiply_rows<T>(reinterpret_cast<const char*>(weights), kTile * sizeof(T), n, value_panels + d * kValueSteps,
+                         kValueSteps, out + r * out_width + d, out_width, true);
     }
   }
 
   for (int64_t r = 0; r < rows; ++r) {
     T* to = reinterpret_cast<T*>(args.out) +
             ((task.first_query + r / group) * args.num_heads + first_head + r % group) * head_dim;
-    for (int64_t d = 0; d < head_dim; d += kLanes) store(to + d, load(out + r * out_width + d) / state[r].sum, head_dim - d);
+    for (int64_t d = 0; d < head_dim; d += kLanes)
+      store(to + d, load(out + r * out_width + d) / state[r].sum, head_dim - d);
   }
 }
 

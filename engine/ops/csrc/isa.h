@@ -1,4 +1,5 @@
-// What every isa_*.cpp needs before it opens its target: inline functions from here stay plain, whichever file they land in.
+// What every isa_*.cpp needs before it opens its target: inline functions from here stay plain, whichever file they
+// land in.
 #pragma once
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 // The kernels' arguments, and one table of them per instruction set.
 //
-// Every kernel works on one independent piece of its output ("task", "rows"), so that any split of the pieces over threads
-// gives the same bits. Strides are in bytes. bf16 is carried as uint16_t.
+// Every kernel works on one independent piece of its output ("task", "rows"), so that any split of the pieces over
+// threads gives the same bits. Strides are in bytes. bf16 is carried as uint16_t.
 #pragma once
 
 #include <cstdint>
@@ -64,7 +64,8 @@ struct AttentionArgs {
   char* out;  // [tokens, num_heads * head_dim], contiguous
 };
 
-// The queries first_query .. first_query + num_queries of a sequence, whose first sits at `position`; all query heads of one KV head.
+// The queries first_query .. first_query + num_queries of a sequence, whose first sits at `position`; all query heads
+// of one KV head.
 struct AttentionTask {
   int32_t sequence, kv_head, first_query, num_queries, position;
 };
@@ -106,11 +107,19 @@ struct Kernels {
   void (*silu_mul)(const SiluMulArgs&, int64_t row);
 };
 
-namespace generic { extern const Kernels kernels; }
+namespace generic {
+extern const Kernels kernels;
+}
 #if defined(__x86_64__)
-namespace avx2 { extern const Kernels kernels; }
-namespace avx512 { extern const Kernels kernels; }
-namespace avx512bf16 { extern const Kernels kernels; }
+namespace avx2 {
+extern const Kernels kernels;
+}
+namespace avx512 {
+extern const Kernels kernels;
+}
+namespace avx512bf16 {
+extern const Kernels kernels;
+}
 #endif
 
 }  // namespace twinpool

@@ -1,4 +1,5 @@
-// Writes one token's keys and values into the cache, quantizing when the cache is int8 (reference.py: quantize, store_kv).
+// Writes one token's keys and values into the cache, quantizing when the cache is int8 (reference.py: quantize,
+// store_kv).
 
 // Symmetric int8; the codes are made with the scale as fp16 holds it. Returns the scale's fp16 bits.
 template <class T>
@@ -63,7 +64,7 @@ void store_token(const StoreArgs& args, int64_t token) {
     const auto put = [&](const char* x, char* plane, uint16_t* scales) {
       uint16_t* scale = scales ? reinterpret_cast<uint16_t*>(reinterpret_cast<char*>(scales) + row) + index : nullptr;
       store_head(reinterpret_cast<const T*>(x), cache.head_dim,
-                      reinterpret_cast<Kv*>(plane + row) + index * cache.head_dim, scale);
+                 reinterpret_cast<Kv*>(plane + row) + index * cache.head_dim, scale);
     };
     put(args.k + token * args.k_token_stride + head * args.k_head_stride, cache.k, cache.k_scale);
     put(args.v + token * args.v_token_stride + head * args.v_head_stride, cache.v, cache.v_scale);

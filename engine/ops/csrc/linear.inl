@@ -12,8 +12,8 @@ void linear_rows(const LinearArgs& args, int64_t task) {
   float* sums = reinterpret_cast<float*>(scratch(rows * kPanel * sizeof(float)));
 
   for (int64_t step = 0; step < args.steps; step += kStepsAtOnce)
-    multiply_rows<T>(x + step * 4, args.x_stride, rows, words + step * kPanel, std::min(kStepsAtOnce, args.steps - step), sums,
-                     kPanel, step > 0);
+    multiply_rows<T>(x + step * 4, args.x_stride, rows, words + step * kPanel,
+                     std::min(kStepsAtOnce, args.steps - step), sums, kPanel, step > 0);
 
   const int64_t first_column = panel * kPanel, columns = std::min<int64_t>(kPanel, args.out_features - first_column);
   const T* bias = args.bias ? static_cast<const T*>(args.bias) + first_column : nullptr;

@@ -1,5 +1,5 @@
-// The one matrix kernel: a few rows times one panel, fp32 accumulators in registers. `linear`, the scores and the weighted
-// sum of the values all run on it.
+// The one matrix kernel: a few rows times one panel, fp32 accumulators in registers. `linear`, the scores and the
+// weighted sum of the values all run on it.
 //
 // An accumulator sees k in ascending order, whatever the number of rows beside it and wherever k is cut into blocks
 // (`accumulate` picks a partial sum up where it was left). That is what makes results independent of the batch.
@@ -25,8 +25,8 @@ TWINPOOL_INLINE F32 multiply_add(U32 a, U32 b, F32 sum) {
 }
 
 template <class T, int kRows>
-void multiply_panel(const char* x, int64_t x_stride, const uint32_t* panel, int64_t steps, float* out, int64_t out_stride,
-                    bool accumulate) {
+void multiply_panel(const char* x, int64_t x_stride, const uint32_t* panel, int64_t steps, float* out,
+                    int64_t out_stride, bool accumulate) {
   for (int column = 0; column < kPanel; column += kVectors * kLanes) {
     F32 sums[kRows][kVectors];
     for (int r = 0; r < kRows; ++r)

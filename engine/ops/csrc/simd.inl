@@ -1,5 +1,6 @@
-// One vector of kLanes floats, written with the compiler's vector extensions so that one source serves every instruction set.
-// No operation here may be contracted or reordered (-ffp-contract=off): an element's bits depend on its own inputs only.
+// One vector of kLanes floats, written with the compiler's vector extensions so that one source serves every
+// instruction set. No operation here may be contracted or reordered (-ffp-contract=off): an element's bits depend on
+// its own inputs only.
 
 constexpr int kLanes = TWINPOOL_LANES;
 
@@ -25,20 +26,29 @@ TWINPOOL_INLINE F32 splat(float x) { return x - F32{}; }
 TWINPOOL_INLINE U32 splat(uint32_t x) { return x - U32{}; }
 TWINPOOL_INLINE I32 splat(int32_t x) { return x - I32{}; }
 
-// ---- what the vector extensions cannot say, or gcc makes slow code of: fused multiply-add, widening and narrowing ----
+// ---- what the vector extensions cannot say, or gcc makes slow code of: fused multiply-add, widening and narrowing
+// ----
 
 #if TWINPOOL_LANES == 16
 TWINPOOL_INLINE F32 fma(F32 a, F32 b, F32 c) { return _mm512_fmadd_ps(a, b, c); }
-TWINPOOL_INLINE I32 widen(const int8_t* from) { return (I32)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)); }
+TWINPOOL_INLINE I32 widen(const int8_t* from) {
+  return (I32)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
+}
 TWINPOOL_INLINE U32 widen(const uint16_t* from) {
   return (U32)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
 }
 TWINPOOL_INLINE void narrow(int8_t* to, I32 v) { _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)v)); }
-TWINPOOL_INLINE void narrow(uint16_t* to, U32 v) { _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16((__m512i)v)); }
+TWINPOOL_INLINE void narrow(uint16_t* to, U32 v) {
+  _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16((__m512i)v));
+}
 #elif TWINPOOL_LANES == 8
 TWINPOOL_INLINE F32 fma(F32 a, F32 b, F32 c) { return _mm256_fmadd_ps(a, b, c); }
-TWINPOOL_INLINE I32 widen(const int8_t* from) { return (I32)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)); }
-TWINPOOL_INLINE U32 widen(const uint16_t* from) { return (U32)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)); }
+TWINPOOL_INLINE I32 widen(const int8_t* from) {
+  return (I32)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
+}
+TWINPOOL_INLINE U32 widen(const uint16_t* from) {
+  return (U32)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
+}
 TWINPOOL_INLINE __m128i narrow_to_16(__m256i v) {
   return _mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
 }
@@ -69,7 +79,8 @@ TWINPOOL_INLINE F32 max(F32 a, F32 b) { return a > b ? a : b; }
 
 using Lanes = std::make_integer_sequence<uint32_t, kLanes>;
 
-// Lane i of the result is lane lanes[i] of a followed by b. With constant lanes this becomes the best instruction there is.
+// Lane i of the result is lane lanes[i] of a followed by b. With constant lanes this becomes the best instruction there
+// is.
 TWINPOOL_INLINE U32 pick(U32 a, U32 b, U32 lanes) {
 #if defined(__clang__)
   U32 picked;
@@ -169,7 +180,7 @@ TWINPOOL_INLINE void store(T* to, F32 v, int64_t count) {
 
 TWINPOOL_INLINE F32 load_half(const uint16_t* from) {
   const U32 half = widen(from), magnitude = half & 0x7fff;
-  U32 bits = (U32)((F32)(magnitude << 13) * 0x1p112f);  // moves the exponent's bias, subnormals included
+  U32 bits = (U32)((F32)(magnitude << 13) * 0x1p112f);       // moves the exponent's bias, subnormals included
   bits |= magnitude >= 0x7c00 ? splat(0x7f800000u) : U32{};  // infinity, NaN
   return (F32)(bits | (half & 0x8000) << 16);
 }

@@ -20,7 +20,8 @@ inline void pause() {
 #endif
 }
 
-// Operators follow each other within microseconds, while waking a sleeping thread takes tens of them: so wait awake first.
+// Operators follow each other within microseconds, while waking a sleeping thread takes tens of them: so wait awake
+// first.
 constexpr int kSpins = 2000;
 
 class ThreadPool {
