@@ -11,6 +11,7 @@ Tokens may overtake the first token, as they come over another connection: they 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from enum import Enum
@@ -80,10 +81,9 @@ class Attempt:
         self._timeline = timeline
         self._registry = registry
         self._on_tokens = on_tokens
-        self._loop = asyncio.get_running_loop()
-        self._done: asyncio.Future[None] = self._loop.create_future()
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._prefill: asyncio.Task[None] | None = None
-        self._started_at = self._loop.time()
+        self._started_at = time.monotonic()
         self._early: list[Callable[[], None]] = []  # events of the decode worker that overtook the first token
         self._decoded = False  # the decode worker has sent tokens, so the rows have arrived
         self._ends_itself = False  # the decode worker has finished the last choice and is about to say so
@@ -132,7 +132,7 @@ class Attempt:
         self.phase = Phase.PREFILLING
         self._pair.reserved()
         if self._timeline.first_token_at is None:
-            self._timeline.reserve_ms = 1000 * (self._loop.time() - self._started_at)
+            self._timeline.reserve_ms = 1000 * (time.monotonic() - self._started_at)
         self._prefill = asyncio.ensure_future(self._run_prefill(target))
 
     def tokens(self, choice: int, tokens: Sequence[Token]) -> None:
@@ -206,7 +206,7 @@ class Attempt:
             raise Internal(f"{len(event.tokens)} first tokens for {len(self._choices)} choices")
         self.phase = Phase.DECODING
         self.cached_tokens = event.cached_tokens
-        self._timeline.prefilled(event, self._loop.time())
+        self._timeline.prefilled(event, time.monotonic())
         for choice in self._choices.values():
             if choice.awaits_echo:
                 choice.echo(event.prompt or [Token(token_id) for token_id in self._prompt])
@@ -250,4 +250,4 @@ class Attempt:
         self._done.set_exception(AttemptFailed(error, workers))
 
     def _remaining_s(self) -> float:
-        return max(0.0, self._deadline - self._loop.time())
+        return max(0.0, self._deadline - time.monotonic())

@@ -7,6 +7,7 @@ they are now, a longer prompt: all together as long as nothing was delivered, el
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -73,7 +74,6 @@ class Request:
         self._last_token_at: list[float | None] = [None] * ask.sampling.n
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._loop = asyncio.get_running_loop()
 
     def start(self) -> None:
         self._task = asyncio.ensure_future(self._run())
@@ -109,7 +109,7 @@ class Request:
         if not task.done():
             task.cancel()
             await asyncio.wait([task])
-        self.timeline.ended_at = self._loop.time()
+        self.timeline.ended_at = time.monotonic()
         if task.cancelled():
             late = self.timeline.ended_at >= self.ask.deadline  # gRPC's own deadline was faster than ours
             self.outcome = DeadlineExceeded.__name__ if late else "cancelled"
@@ -138,7 +138,7 @@ class Request:
         except TimeoutError:
             raise DeadlineExceeded(
                 f"request {self.ask.request_id} ran into its deadline after "
-                f"{self._loop.time() - self.ask.arrived_at:.3g} s, {self._progress()}"
+                f"{time.monotonic() - self.ask.arrived_at:.3g} s, {self._progress()}"
             ) from None
 
     async def _serve(self, choices: Sequence[Choice], failures: Sequence[TwinpoolError]) -> None:
@@ -175,7 +175,7 @@ class Request:
             self._demand(choices), ask.sla, priority=ask.priority, deadline=ask.deadline, resumption=resumption
         )
         timeline.attempts += 1
-        timeline.placed_at = timeline.placed_at or self._loop.time()
+        timeline.placed_at = timeline.placed_at or time.monotonic()
         timeline.prefill_worker = pair.prefill.info.worker_id
         timeline.decode_worker = pair.decode.info.worker_id if pair.decode is not None else ""
         attempt = Attempt(
@@ -219,7 +219,7 @@ class Request:
         )
 
     def _on_tokens(self, choice: Choice, count: int) -> None:
-        now, ask = self._loop.time(), self.ask
+        now, ask = time.monotonic(), self.ask
         last = self._last_token_at[choice.index]
         if last is not None:
             self._metrics.itl(ask.sla.name, (now - last) / count, count)
