@@ -50,40 +50,37 @@ class Batch:
     @classmethod
     def build(cls, items: Sequence[BatchItem], block_size: int) -> Batch:
         """Packs `items` in order. Raises ValueError for an item without tokens or with too few blocks."""
+        token_ids: list[int] = []  # plain lists: most steps bring one token a sequence, where arrays cost more
+        positions: list[int] = []
+        slots: list[int] = []
         query_start = [0]
         context_lens = []
         for item in items:
             end = item.start + len(item.token_ids)
-            if len(item.token_ids) == 0 or end > len(item.block_ids) * block_size:
+            if end == item.start or end > len(item.block_ids) * block_size:
                 raise ValueError(
                     f"{len(item.token_ids)} tokens from position {item.start} do not fit "
                     f"{len(item.block_ids)} blocks of {block_size}"
                 )
+            token_ids += item.token_ids
+            positions += range(item.start, end)
+            slots += [item.block_ids[p // block_size] * block_size + p % block_size for p in range(item.start, end)]
+            query_start.append(len(token_ids))
             context_lens.append(end)
-            query_start.append(query_start[-1] + len(item.token_ids))
         if not context_lens:
             raise ValueError("a batch needs at least one item")
 
-        num_tokens = query_start[-1]
-        packed = np.empty((3, num_tokens), dtype=np.int64)
-        token_ids, positions, slots = packed
         tables = np.zeros((len(items), -(-max(context_lens) // block_size)), dtype=np.int32)
         for row, item in enumerate(items):
-            begin, end, length = query_start[row], query_start[row + 1], context_lens[row]
-            num_blocks = -(-length // block_size)
+            num_blocks = -(-context_lens[row] // block_size)
             tables[row, :num_blocks] = item.block_ids[:num_blocks]
-            token_ids[begin:end] = item.token_ids
-            positions[begin:end] = np.arange(item.start, length)
-            slots[begin:end] = tables[row, positions[begin:end] // block_size]
-        slots *= block_size
-        slots += positions % block_size
-        tensors = torch.from_numpy(packed)
+        packed = torch.from_numpy(np.array((token_ids, positions, slots), dtype=np.int64))
         return cls(
-            token_ids=tensors[0],
-            positions=tensors[1],
-            slots=tensors[2],
+            token_ids=packed[0],
+            positions=packed[1],
+            slots=packed[2],
             block_tables=torch.from_numpy(tables),
             query_start=query_start,
             context_lens=context_lens,
-            last_token_rows=torch.tensor(query_start[1:]) - 1,
+            last_token_rows=torch.from_numpy(np.array(query_start[1:], dtype=np.int64) - 1),
         )
