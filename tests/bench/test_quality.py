@@ -1,0 +1,34 @@
+"""The quality benchmark on a small random model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import quality
+from tests import tiny_models
+
+
+def test_it_ends_with_one_json_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model_dir = tiny_models.make(tmp_path / "tiny")
+    monkeypatch.setattr("sys.argv", ["quality", "--model", str(model_dir), "--tokens", "300", "--window", "128"])
+    quality.main()
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["tokens"] == 300
+    assert 0 < result["kv_int8_mean_kl"] < 1e-3
+    assert abs(result["kv_int8_ppl_delta"]) < 0.05
+
+
+def test_every_token_but_a_windows_first_is_predicted_once() -> None:
+    windows = [list(range(300)), list(range(1000, 1010))]
+    packed = windows[0] + windows[1]
+    pairs = [
+        (packed[row], next_id)
+        for rows, next_ids in quality.predictions(windows)
+        for row, next_id in zip(range(rows.start, rows.stop), next_ids.tolist(), strict=True)
+    ]
+    assert pairs == [(i, i + 1) for i in range(299)] + [(i, i + 1) for i in range(1000, 1009)]
