@@ -42,12 +42,14 @@ def oracle(model_dir: Path):
 
 @pytest.mark.model
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("kv_dtype", "cache_class"), [("fp32", DynamicCache), ("bf16", Bf16Cache)])
+@pytest.mark.parametrize(("kv_dtype", "cache_class", "tie"), [("fp32", DynamicCache, 0.0), ("bf16", Bf16Cache, 0.1)])
 def test_64_greedy_tokens_of_ten_prompts_equal_transformers(
-    model_dir: Path, oracle, kv_dtype: str, cache_class
+    model_dir: Path, oracle, kv_dtype: str, cache_class, tie: float
 ) -> None:
     """The oracle reads prompt and answer at once: its likeliest token after every prefix of ours must be our next one,
-    which by induction is what its own greedy search yields."""
+    which by induction is what its own greedy search yields. With a bf16 cache the order of fp32 sums decides now and
+    then to which neighbour a value rounds, which moves logits by a few hundredths: tokens closer than `tie` are equal.
+    """
     engine = Engine.load(model_dir, dtype="fp32", kv_dtype=kv_dtype, memory_bytes=256 << 20)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
     prompts = [tokenizer(text).input_ids for text in PROMPTS]
@@ -55,7 +57,10 @@ def test_64_greedy_tokens_of_ten_prompts_equal_transformers(
     for text, prompt, answer in zip(PROMPTS, prompts, answers, strict=True):
         with torch.inference_mode():
             cache = cache_class(config=oracle.config)
-            logits = oracle(torch.tensor([prompt + answer]), cache=cache, use_cache=True).logits[0]
-        expected = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
-        assert answer == expected, f"differs for {text!r}"
+            logits = oracle(torch.tensor([prompt + answer]), cache=cache, use_cache=True).logits[
+                0, len(prompt) - 1 : -1
+            ]
+        chosen = logits.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
+        margins = logits.max(-1).values - chosen
+        assert margins.max() <= tie, f"differs at token {int(margins.argmax())} of the answer to {text!r}"
     assert tokenizer.decode(answers[0]).strip().startswith("Paris")
