@@ -64,8 +64,10 @@ def _weight_files(model_dir: Path) -> list[Path]:
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError) as exc:
-            raise ConfigError(f"cannot read {index}: {exc!r}") from exc
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as exc:
+            raise ConfigError(f"cannot read {index}: {exc!r}; fetch the file again") from exc
+        if strangers := [name for name in names if not isinstance(name, str) or name != Path(name).name]:
+            raise ConfigError(f"{index} names {strangers[0]!r}, which is no file of this directory")
         paths = [model_dir / name for name in names]
     else:
         paths = [model_dir / "model.safetensors"]

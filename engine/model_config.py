@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.rope import RopeParams, parse_rope
+from engine.rope import RopeParams, parse_rope, positive_number
 from twinpool.errors import ConfigError
 
 
@@ -77,7 +77,7 @@ class ModelConfig:
     @classmethod
     def _parse(cls, config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
         model_type = config.get("model_type")
-        if model_type not in FAMILIES:
+        if not isinstance(model_type, str) or model_type not in FAMILIES:
             raise ConfigError(
                 f"config.json: model_type {model_type!r} is not supported; supported are {', '.join(FAMILIES)}"
             )
@@ -103,7 +103,7 @@ class ModelConfig:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=float(config.get("rms_norm_eps", family.rms_norm_eps)),
+            rms_norm_eps=positive_number(config, "rms_norm_eps", family.rms_norm_eps),
             max_context=_max_context(rope, max_positions),
             rope=rope,
             qkv_bias=family.qkv_bias or attention_bias,
@@ -111,8 +111,8 @@ class ModelConfig:
             mlp_bias=bool(config.get("mlp_bias", False)),
             qk_norm=family.qk_norm,
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            bos_token_id=config.get("bos_token_id"),
-            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+            bos_token_id=next(iter(_token_ids("bos_token_id", config.get("bos_token_id"))), None),
+            eos_token_ids=_token_ids("eos_token_id", eos),
         )
 
 
@@ -141,12 +141,20 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
     return value
 
 
+def _token_ids(key: str, value: Any) -> tuple[int, ...]:
+    """None, one id or a list of ids, as both files spell them."""
+    token_ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+    if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in token_ids):
+        raise ConfigError(f"config.json or generation_config.json: {key} is {value!r}, it must be a token id or a list")
+    return token_ids
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as exc:
         raise ConfigError(f"{path} is missing: is {path.parent} a Hugging Face model directory?") from exc
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, RecursionError) as exc:
         raise ConfigError(f"cannot read {path}: {exc}") from exc
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds no JSON object")

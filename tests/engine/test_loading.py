@@ -43,8 +43,9 @@ def test_a_directory_without_config_is_no_model(tmp_path: Path) -> None:
 
 
 def test_broken_json_is_named(path: Path) -> None:
-    (path / "config.json").write_text("{")
-    assert f"cannot read {path / 'config.json'}" in refusal(path)
+    for text in ("{", "[" * 100_000):
+        (path / "config.json").write_text(text)
+        assert f"cannot read {path / 'config.json'}" in refusal(path)
 
 
 def test_an_unsupported_architecture_names_the_supported_ones(path: Path) -> None:
@@ -66,11 +67,34 @@ def test_an_unsupported_architecture_names_the_supported_ones(path: Path) -> Non
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not supported"),
+        ({"model_type": ["llama"]}, "model_type ['llama'] is not supported"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small', it must be a number over 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, it must be a number over 0"),
+        ({"rope_theta": 0}, "rope_theta is 0, it must be a number over 0"),
+        ({"rope_scaling": [1]}, "rope_scaling is [1], it must be an object"),
+        ({"rope_scaling": {"type": "linear", "factor": -1}}, "factor is -1, it must be a number over 0"),
+        ({"bos_token_id": "<s>"}, "bos_token_id is '<s>', it must be a token id or a list"),
     ],
 )
 def test_a_config_that_cannot_run_is_refused(path: Path, changes: dict[str, object], message: str) -> None:
     edit_config(path, **changes)
     assert message in refusal(path)
+
+
+def test_an_end_token_that_is_no_id_is_refused(path: Path) -> None:
+    (path / "generation_config.json").write_text('{"eos_token_id": [2, "</s>"]}')
+    assert "eos_token_id is [2, '</s>']" in refusal(path)
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "[]", '{"weight_map": 5}', '{"weight_map": {"a": 5}}'])
+def test_a_broken_index_is_named(path: Path, text: str) -> None:
+    (path / "model.safetensors.index.json").write_text(text)
+    assert "model.safetensors.index.json" in refusal(path)
+
+
+def test_a_shard_of_another_directory_is_not_read(path: Path) -> None:
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../other/model.safetensors"}}')
+    assert "no file of this directory" in refusal(path)
 
 
 def test_a_missing_shard_is_named(path: Path) -> None:
