@@ -56,17 +56,23 @@ def load(model_dir: Path) -> ChatTemplate | None:
 
     Raises ConfigError when a file is broken.
     """
-    path = model_dir / "tokenizer_config.json"
+    path, own_file = model_dir / "tokenizer_config.json", model_dir / "chat_template.jinja"
     try:
         config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        own_file = model_dir / "chat_template.jinja"
-        source = own_file.read_text(encoding="utf-8") if own_file.exists() else config.get("chat_template")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    if isinstance(source, list):  # named templates
-        named = {entry["name"]: entry["template"] for entry in source}
-        source = named.get("default")
-    return ChatTemplate(source, _special_tokens(config)) if source else None
+    try:
+        source = own_file.read_text(encoding="utf-8") if own_file.exists() else config.get("chat_template")
+        if isinstance(source, list):  # named templates
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        special_tokens = _special_tokens(config)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{own_file} cannot be read: {error}") from error
+    except (AttributeError, TypeError, LookupError) as error:
+        raise ConfigError(f"{path} is broken: {error!r}") from error
+    if not isinstance(source, str | None) or not all(isinstance(token, str) for token in special_tokens.values()):
+        raise ConfigError(f"{path} is broken: chat_template and the special tokens must be text")
+    return ChatTemplate(source, special_tokens) if source else None
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -32,17 +32,20 @@ class ModelCard:
         path = model_dir / "config.json"
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
-            return cls(
+            card = cls(
                 name=name,
                 context_length=max_context or int(config["max_position_embeddings"]),
                 vocab_size=int(config["vocab_size"]),
                 architecture=str(config["model_type"]),
             )
+            if card.vocab_size < 1 or card.context_length < 1:
+                raise ValueError("vocab_size and max_position_embeddings must be at least 1")
+            return card
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}; check --tokenizer") from error
         except KeyError as error:
             raise ConfigError(f"{path} lacks {error}") from error
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ConfigError(f"{path} is broken: {error}") from error
 
 

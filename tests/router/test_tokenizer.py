@@ -89,8 +89,25 @@ async def test_ids_out_of_the_vocabulary_are_refused(model_dir: Path) -> None:
     assert caught.value.field == "token_ids"
 
 
-@pytest.mark.parametrize(("name", "content"), [("tokenizer.json", None), ("tokenizer.json", "{"), ("config.json", None),
-                                               ("config.json", "{}"), ("config.json", "[")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", None),
+        ("tokenizer.json", "{"),
+        ("config.json", None),
+        ("config.json", "{}"),
+        ("config.json", "["),
+        ("config.json", "[" * 100_000),
+        ("config.json", '{"max_position_embeddings": 9, "vocab_size": -5, "model_type": "x"}'),
+        ("tokenizer_config.json", "["),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '{"chat_template": 5}'),
+        ("tokenizer_config.json", '{"chat_template": [1]}'),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "a"}]}'),
+        ("tokenizer_config.json", '{"bos_token": {"a": 1}}'),
+        ("tokenizer_config.json", '{"eos_token": 5}'),
+    ],
+)
 def test_broken_model_directory_is_named(tmp_path: Path, model_dir: Path, name: str, content: str | None) -> None:
     shutil.copytree(model_dir, tmp_path / "m")
     if content is None:
