@@ -28,6 +28,11 @@ def split(address: str, default_port: int | None = None) -> tuple[str, int]:
         port = str(default_port)
     if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"address {address!r} is not HOST:PORT")
+    if ":" in host:
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError as error:
+            raise ConfigError(f"address {address!r} is not HOST:PORT, nor [IPV6]:PORT") from error
     return host, int(port)
 
 

@@ -311,9 +311,12 @@ def _from_file(options: Mapping[str, _Option], prog: str, path: str) -> dict[str
         raise ConfigError(f"config file {path}: {error.strerror}; check --config", field="config") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path} is not valid TOML: {error}", field="config") from error
+    own = document.get(prog, {})
+    if not isinstance(own, dict):
+        raise ConfigError(f"config file {path}: {prog} is no table; write [{prog}] above its options", field="config")
     shared = {key: value for key, value in document.items() if not isinstance(value, dict)}
     values = {}
-    for key, value in (shared | document.get(prog, {})).items():
+    for key, value in (shared | own).items():
         if key not in options:
             close = difflib.get_close_matches(key, options, n=1, cutoff=0.8)
             hint = f"did you mean {close[0]}?" if close else f"see python -m {prog} --help"

@@ -145,7 +145,7 @@ def announce_ready(address: str, metrics_port: int, ready_file: str = "") -> Non
     """
     if ready_file:
         path = Path(ready_file)
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft = path.parent / f".{path.name}.{os.getpid()}"
         try:
             draft.write_text(json.dumps({"address": address, "metrics_port": metrics_port, "pid": os.getpid()}))
             draft.replace(path)

@@ -20,6 +20,12 @@ def test_what_is_no_host_and_port_is_refused(text):
         split(text)
 
 
+@pytest.mark.parametrize("text", ["a:b:c", "http://router", "[router:1]:7070"])
+def test_what_is_no_ipv6_address_has_no_colons(text):
+    with pytest.raises(ConfigError, match="is not HOST:PORT"):
+        split(text, default_port=7072)
+
+
 @pytest.mark.parametrize(("text", "host"), [("router", "router"), ("2001:db8::1", "2001:db8::1"), ("[::1]", "::1")])
 def test_a_bare_host_takes_the_default_port(text, host):
     assert split(text, default_port=7072) == (host, 7072)

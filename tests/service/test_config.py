@@ -91,6 +91,8 @@ def test_a_bad_value_is_named_with_its_source_and_what_is_allowed(argv, env, par
         ("host = 5", ["host", "5", "text"]),
         ("routers = [1]", ["routers", "comma separated"]),
         ("btach = 8", ["btach", "did you mean batch"]),
+        ("decode = 5", ["options.toml", "decode is no table"]),
+        ("[[decode]]\nbatch = 1", ["options.toml", "decode is no table"]),
         ("[decode]\nfrobnicate = 8", ["frobnicate", "no option of decode"]),
         ("batch 8", ["not valid TOML", "line 1"]),
     ],

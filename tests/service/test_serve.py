@@ -225,6 +225,8 @@ async def test_clients_need_no_key():
 def test_a_ready_file_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(errors.ConfigError, match=r"no/such/ready\.json.*--ready-file"):
         serve.announce_ready("127.0.0.1:7072", -1, str(tmp_path / "no/such/ready.json"))
+    with pytest.raises(errors.ConfigError, match="cannot write /: "):
+        serve.announce_ready("127.0.0.1:7072", -1, "/")
 
 
 CHILD = """
