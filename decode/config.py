@@ -24,7 +24,7 @@ class DecodeConfig(WorkerConfig):
     block_size: int = option(64, help="tokens in one cache row; the same on every worker", unit="tokens", minimum=1)
     memory: Size = option(Size(1 << 30), help="KV cache, beside the weights, or a fraction of the memory", unit="bytes")
     swap: Size = option(Size(256 << 20), help="host memory for preempted sequences; 0: none", unit="bytes")
-    threads: int = option(0, help="compute threads; 0 takes one a core", unit="threads", minimum=0)
+    threads: int = option(0, help="compute threads; 0 takes one a core", unit="threads", minimum=0, maximum=1024)
     cores: str = option("", help='CPU cores to run on, as in "0-3,8"; empty: all', unit="cores")
     max_batch: int = option(64, help="sequences in one step; a TPOT target may ask for fewer", minimum=1)
     max_waiting: int = option(256, help="requests that may wait for rows", unit="requests", minimum=0)

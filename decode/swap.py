@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from engine import memory
 from engine.kv_cache import KvCache
 from twinpool.errors import ConfigError
 
@@ -17,10 +18,13 @@ class SwapArea:
     def __init__(self, cache: KvCache, num_rows: int) -> None:
         self.num_rows = num_rows
         self._cache = cache
-        self._free = list(range(num_rows - 1, -1, -1))
+        wanted, available = num_rows * cache.layout.block_bytes, memory.available_bytes()
+        if available is not None and wanted > available:  # the kernel would promise it, and kill the worker much later
+            raise ConfigError(f"--swap takes {wanted} bytes, but {available} are available: lower it", field="swap")
         try:
+            self._free = list(range(num_rows - 1, -1, -1))
             self._buffers = [torch.zeros(num_rows, cache.layout.row_bytes, dtype=torch.uint8) for _ in cache.buffers]
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, OverflowError) as error:
             raise ConfigError(
                 f"cannot allocate {num_rows * cache.layout.block_bytes} bytes to swap to: lower --swap", field="swap"
             ) from error

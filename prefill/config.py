@@ -21,7 +21,7 @@ class PrefillConfig(WorkerConfig):
     kv_dtype: str = option("int8", help="what the cache stores and ships", choices=("int8", "bf16", "fp32"))
     block_size: int = option(64, help="tokens in one cache row; the same on every worker", unit="tokens", minimum=1)
     memory: Size = option(Size(1 << 30), help="KV cache, beside the weights, or a fraction of the memory", unit="bytes")
-    threads: int = option(0, help="compute threads; 0 takes one a core", unit="threads", minimum=0)
+    threads: int = option(0, help="compute threads; 0 takes one a core", unit="threads", minimum=0, maximum=1024)
     cores: str = option("", help='CPU cores to run on, as in "0-3,8"; empty: all', unit="cores")
     token_budget: int = option(
         256, help="tokens computed in one step; past what fills the device, more only delays", unit="tokens", minimum=16

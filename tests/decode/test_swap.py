@@ -5,6 +5,7 @@ import torch
 
 from decode.swap import SwapArea
 from engine.kv_cache import KvCache, KvLayout
+from twinpool.errors import ConfigError
 
 
 @pytest.fixture
@@ -45,3 +46,10 @@ def test_fork_copies_every_layer(cache: KvCache) -> None:
     SwapArea(cache, 0).fork(2, 5)
     for buffer in cache.buffers:
         assert torch.equal(buffer[2], buffer[5])
+
+
+def test_an_area_over_the_memory_is_refused_before_it_is_touched(cache: KvCache) -> None:
+    for num_rows in (1 << 40, 1 << 80):
+        with pytest.raises(ConfigError) as caught:
+            SwapArea(cache, num_rows)
+        assert caught.value.field == "swap"
