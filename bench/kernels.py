@@ -193,7 +193,7 @@ def main() -> None:
             f"{line.kernel:{width}}  {line.ours:8.1f}  {line.torch:8.1f}  {line.ours / line.torch:7.1f}  {limit:>8}"
             f"  {share:>8}  {line.unit}"
         )
-    print(json.dumps({"benchmark": "kernels", **describe(), "isa": native.isa(), "lines": [asdict(x) for x in lines]}))
+    print(json.dumps({"bench": "kernels", **describe(), "isa": native.isa(), "lines": [asdict(x) for x in lines]}))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
+from bench.machine import describe
 from engine.batch import Batch, BatchItem
 from engine.engine import Engine
 from twinpool import model_store
@@ -135,6 +136,8 @@ def report(model_dir: Path, windows: list[list[int]], results: list[Quality]) ->
     Console().print(table)
     int8 = results[-1]
     return {
+        "bench": "quality",
+        **describe(),
         "model": model_dir.name,
         "tokens": sum(map(len, windows)),
         "kv_int8_mean_kl": int8.mean_kl,

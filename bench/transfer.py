@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
+from bench.machine import describe
 from kvtransfer import Commit, KvReceiver, KvSender, PushResult, Region
 from twinpool.errors import TransferFailed
 
@@ -227,7 +228,7 @@ def report(rounds: dict[str, list[dict[str, Sample]]]) -> None:
         f"{os.cpu_count()} CPUs ({platform.machine()}), load {os.getloadavg()[0]:.1f}"
     )
     print(f"{'rows':>5} {'':>10} {'GB/s':>7} {'CPU s/GB':>9} {'of socket':>10} {'of memcpy':>10}")
-    result: dict[str, float] = {}
+    result: dict[str, object] = {"bench": "transfer", **describe()}
     for name in ROW_SIZES:
         for kind in ("memcpy", "socket", "transfer"):
             speed = statistics.median(samples[kind].gb_per_s for samples in rounds[name])
