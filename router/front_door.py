@@ -173,9 +173,9 @@ class FrontDoor:
 
     async def _prompt(self, question: Question) -> Sequence[int]:
         if question.messages is not None:
-            return await self.tokenizer.encode_chat(question.messages)
+            return await self.tokenizer.encode_chat(question.messages, max_tokens=self.max_context)
         if question.text:
-            return await self.tokenizer.encode(question.text)
+            return await self.tokenizer.encode(question.text, max_tokens=self.max_context)
         if question.token_ids is not None:
             self.tokenizer.check(question.token_ids)
             return question.token_ids

@@ -222,9 +222,15 @@ class Registry:
             )
         self.on_change()
 
-    def expire(self) -> None:
-        """Forgets workers whose lease is over; called a few times per lease."""
+    def expire(self, late_s: float = 0.0) -> None:
+        """Forgets workers whose lease is over; called a few times per lease.
+
+        late_s: how much later than planned this call comes. Then this process stood still, with reports unread in
+        its sockets: the leases run longer by as much.
+        """
         now = self._clock()
+        for worker in self:
+            worker.lease_ends += late_s
         for worker in [worker for worker in self if worker.lease_ends <= now]:
             self._forget(worker, f"no report for {self._lease_s:g} s")
         self.on_change()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 from router.admission import Admission
@@ -107,6 +108,8 @@ class Router:
             await self._changed.wait()
 
     async def _expire_leases(self) -> None:
+        pause_s = self.config.lease_ms / 8000
         while True:
-            await asyncio.sleep(self.config.lease_ms / 8000)
-            self.registry.expire()
+            planned = time.monotonic() + pause_s
+            await asyncio.sleep(pause_s)
+            self.registry.expire(late_s=max(0.0, time.monotonic() - planned))

@@ -65,21 +65,33 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self.tokens = TokenBytes(self._tokenizer, vocab_size)
         self.vocab_size = vocab_size
+        self._longest_token = max(1, *map(len, self.tokens.own))  # bytes, so characters at most
         self._template = chat_template.load(model_dir)
 
-    async def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the tokens that the tokenizer itself puts around a text unless told otherwise."""
+    async def encode(self, text: str, *, special_tokens: bool = True, max_tokens: int = 0) -> list[int]:
+        """Token ids of `text`, with the tokens that the tokenizer itself puts around a text unless told otherwise.
+
+        Raises InvalidRequest, without encoding it, for a text that cannot fit in `max_tokens` (0: none given) even if
+        every token were the longest of the vocabulary.
+        """
+        if max_tokens and len(text) > max_tokens * self._longest_token:
+            raise InvalidRequest(
+                f"prompt has {len(text)} characters: those are more than the {max_tokens} tokens of prompt and answer "
+                "that the model's context holds",
+                field="prompt",
+            )
         if len(text) < _THREAD_CHARS:
             return self._encode(text, special_tokens)
-        return await asyncio.to_thread(self._encode, text, special_tokens)
+        return await asyncio.to_thread(self._encode_long, text, special_tokens)
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    async def encode_chat(self, messages: Sequence[Mapping[str, str]], *, max_tokens: int = 0) -> list[int]:
         """Token ids of a chat, ready for the assistant's answer. Raises InvalidRequest."""
         if self._template is None:
             raise InvalidRequest("chat: this model has no chat template; send text or token ids", field="chat")
         if not messages:
             raise InvalidRequest("chat.messages is empty: at least one message is needed", field="chat.messages")
-        return await self.encode(self._template.render(messages), special_tokens=False)  # the template wrote them
+        text = self._template.render(messages)
+        return await self.encode(text, special_tokens=False, max_tokens=max_tokens)  # the template wrote special ones
 
     async def decode(self, token_ids: Sequence[int], *, keep_special_tokens: bool = False) -> str:
         """Text of `token_ids`, as the tokenizers library decodes them at once. Raises InvalidRequest."""
@@ -98,6 +110,11 @@ class Tokenizer:
 
     def _encode(self, text: str, special_tokens: bool) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
+        return ids
+
+    def _encode_long(self, text: str, special_tokens: bool) -> list[int]:
+        """As `_encode`; only the library's batches let go of the interpreter, so that the event loop goes on."""
+        ids: list[int] = self._tokenizer.encode_batch([text], add_special_tokens=special_tokens)[0].ids
         return ids
 
     def _decode(self, token_ids: Sequence[int], keep_special_tokens: bool) -> str:

@@ -49,6 +49,18 @@ async def test_lease_ends_without_reports_and_a_late_report_is_told() -> None:
     assert worker.link.closed == 1
 
 
+async def test_a_router_that_stood_still_does_not_blame_its_workers() -> None:
+    pools = registry(lease_s=0.05)
+    worker = join(pools, "d0")
+    await asyncio.sleep(0.06)
+    pools.expire(late_s=0.05)
+    assert list(pools) == [worker]
+    await asyncio.sleep(0.06)
+    pools.expire()
+    assert not list(pools)
+    await pools.close()
+
+
 async def test_broken_stream_of_the_same_process_keeps_worker_and_link() -> None:
     pools = registry()
     worker = join(pools, "d0")

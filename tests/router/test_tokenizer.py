@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -81,6 +82,25 @@ async def test_long_text_gives_the_same_tokens(model_dir: Path) -> None:
     text = "añb " * 3000
     assert await tokenizer.encode(text) == list(text.encode())
     assert await tokenizer.decode(list(text.encode())) == text
+
+
+async def test_text_that_cannot_fit_is_not_encoded_at_all(model_dir: Path) -> None:
+    tokenizer = Tokenizer(model_dir, 264)
+    longest = max(map(len, tokenizer.tokens.own))
+    assert len(await tokenizer.encode("a" * 10 * longest, max_tokens=10)) == 10 * longest  # counted, not guessed
+    with pytest.raises(InvalidRequest, match=f"prompt has {10 * longest + 1} characters.*10 tokens") as caught:
+        await tokenizer.encode("a" * (10 * longest + 1), max_tokens=10)
+    assert caught.value.field == "prompt"
+
+
+async def test_encoding_a_long_text_leaves_the_event_loop_running(model_dir: Path) -> None:
+    encoding = asyncio.ensure_future(Tokenizer(model_dir, 264).encode("añb " * 100_000))
+    turns = 0
+    while not encoding.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    assert len(await encoding) == 500_000
+    assert turns > 5
 
 
 async def test_ids_out_of_the_vocabulary_are_refused(model_dir: Path) -> None:
