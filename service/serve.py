@@ -66,6 +66,10 @@ _SERVER_OPTIONS = [
     *_MESSAGES,
     ("grpc.so_reuseport", 0),  # else a second process would share the port without a word
     ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+    # Calls that wait to be accepted. At the library's 1000 it resets some of a burst, which clients see as CANCELLED;
+    # who may wait and for how long is the router's to say.
+    ("grpc.server.max_pending_requests", 32_768),
+    ("grpc.server.max_pending_requests_hard_limit", 65_536),
 ]
 _CHANNEL_OPTIONS = [
     *_KEEPALIVE,

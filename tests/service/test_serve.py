@@ -304,3 +304,14 @@ async def test_a_frozen_peer_ends_the_calls_to_it(tmp_path):
         child.send_signal(signal.SIGCONT)
         child.terminate()
         await asyncio.wait_for(child.communicate(), 30)
+
+
+async def test_a_burst_of_calls_is_not_reset():
+    """All arrive before the loop accepts the first; gRPC resets some of over 1000 unless told otherwise."""
+    serving = await start(Router())
+    async with serve.channel(f"127.0.0.1:{serving.port}") as channel:
+        stub = RouterStub(channel)
+        calls = [stub.Generate(pb.GenerateRequest(request_id=str(i))) for i in range(4000)]
+        answers = await asyncio.gather(*calls)
+    await serving.stop(grace_s=0)
+    assert [answer.request_id for answer in answers] == [str(i) for i in range(4000)]
