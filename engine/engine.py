@@ -14,7 +14,7 @@ import torch
 from engine import memory, models, ops, sampling
 from engine.batch import Batch
 from engine.block_pool import BlockPool
-from engine.kv_cache import KV_DTYPES, KvCache, KvLayout
+from engine.kv_cache import KV_DTYPES, Allocate, KvCache, KvLayout
 from engine.loading import Checkpoint
 from engine.model_config import ModelConfig
 from engine.models.dense import DenseDecoder
@@ -48,12 +48,14 @@ class Engine:
         block_size: int = 64,
         memory_bytes: int,
         threads: int = 0,
+        allocate: Allocate | None = None,
     ) -> Engine:
         """Reads a Hugging Face directory and allocates a cache of `memory_bytes` (beside the weights).
 
         backend: a key of engine.ops; dtype: of weights and activations; block_size: tokens a block; threads: of torch
-        and the kernels, 0 leaves torch's choice. Raises ConfigError for a directory, option or memory size that cannot
-        work, before anything big is read where possible.
+        and the kernels, 0 leaves torch's choice; allocate: where the cache's memory comes from, when not from torch.
+        Raises ConfigError for a directory, option or memory size that cannot work, before anything big is read where
+        possible.
         """
         _check_choice("dtype", dtype, DTYPES)
         _check_choice("kv_dtype", kv_dtype, KV_DTYPES)
@@ -73,7 +75,7 @@ class Engine:
         checkpoint = Checkpoint(model_dir)
         _check_memory(config.num_parameters * DTYPES[dtype].itemsize, memory_bytes)
         with torch.inference_mode():
-            cache = KvCache(layout, memory_bytes // layout.block_bytes)
+            cache = KvCache(layout, memory_bytes // layout.block_bytes, allocate=allocate)
             model = models.build(config, checkpoint, operators, DTYPES[dtype], int8_keys=kv_dtype == "int8")
         identity = "\n".join((checkpoint.digest(), layout.describe(), f"dtype={dtype}", PROTOCOL_VERSION))
         fingerprint = hashlib.sha256(identity.encode()).hexdigest()

@@ -13,6 +13,7 @@ Block b of a sequence lives in row b of every layer's region. What is stored is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -76,10 +77,16 @@ class KvView:
         return self.k.shape[2]
 
 
+Allocate = Callable[[int], memoryview]  # of so many writable, zeroed bytes, which live as long as they are looked at
+
+
 class KvCache:
     """All layers' regions. `buffers[i]`: layer i's, uint8 [num_rows, row_bytes]; `views[i]`: the same memory, typed."""
 
-    def __init__(self, layout: KvLayout, num_rows: int, device: str = "cpu") -> None:
+    def __init__(
+        self, layout: KvLayout, num_rows: int, device: str = "cpu", *, allocate: Allocate | None = None
+    ) -> None:
+        """allocate: where host memory comes from, when not from torch."""
         if num_rows < 1:
             raise ConfigError(
                 f"the cache memory holds not one block of {layout.block_size} tokens: raise --memory to "
@@ -88,10 +95,14 @@ class KvCache:
         self.layout = layout
         self.num_rows = num_rows
         try:
-            self.buffers = [
-                torch.zeros(num_rows, layout.row_bytes, dtype=torch.uint8, device=device)
-                for _ in range(layout.num_layers)
-            ]
+            if allocate is None:
+                self.buffers = [
+                    torch.zeros(num_rows, layout.row_bytes, dtype=torch.uint8, device=device)
+                    for _ in range(layout.num_layers)
+                ]
+            else:
+                whole = torch.frombuffer(allocate(num_rows * layout.block_bytes), dtype=torch.uint8)
+                self.buffers = list(whole.view(layout.num_layers, num_rows, layout.row_bytes))
         except (RuntimeError, MemoryError) as exc:
             raise ConfigError(
                 f"cannot allocate {num_rows * layout.block_bytes} bytes of KV cache: lower --memory"
