@@ -24,11 +24,13 @@ missing rows and aborts (TransferFailed), another model or cache (Incompatible),
 
     region.py, target.py        the nouns                    reservation*.py, receiver.py   decode's side
     wire.py, handshake.py       frames; who may send them    push.py, outbound.py, sender.py   prefill's side
-    digest.py                   row checksums, digest        transports/   how bytes move: one file each
+    digest.py, memory.py        row checksums; memory that  transports/   how bytes move: one file each
+                                can be shared                writers.py    who may still write: quarantine
     metrics.py, faults.py       what it reports; faults on purpose, for tests
 """
 
 from kvtransfer.faults import Faults
+from kvtransfer.memory import SharedMemory, cache_memory
 from kvtransfer.metrics import NoMetrics, TransferMetrics
 from kvtransfer.push import Push, PushResult
 from kvtransfer.receiver import KvReceiver
@@ -46,5 +48,7 @@ __all__ = [
     "PushResult",
     "Region",
     "Reservation",
+    "SharedMemory",
     "TransferMetrics",
+    "cache_memory",
 ]

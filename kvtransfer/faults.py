@@ -18,7 +18,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvtransfer import wire
@@ -74,27 +74,43 @@ class FaultyLink:
         self._faults = faults
         self._random = random.Random(faults.seed or None)
         self._num_rows = 0
+        self.one_sided = link.one_sided
         self.fileno = link.fileno
         self.receive = link.receive
         self.receive_ready = link.receive_ready
         self.fill = link.fill
         self.skip = link.skip
+        self.share = link.share
+        self.attach = link.attach
+        self.fenced = link.fenced
         self.cut = link.cut
-        self._delayed: queue.SimpleQueue[tuple[float, wire.Message, bytes] | None] = queue.SimpleQueue()
+        self._delayed: queue.SimpleQueue[tuple[float, Callable[[], None]] | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._late = threading.Thread(target=self._send_late, name=f"kv-delay {link.peer}", daemon=True)
         if faults.delay_ms:
             self._late.start()
 
     def start(self, message: wire.Message, payload: Sequence[memoryview] = ()) -> None:
-        if isinstance(message, wire.Put):
+        if isinstance(message, wire.Put) and payload:
             payload = self._damaged(len(message.positions) // 4, payload)
         elif isinstance(message, wire.Commit) and self._random.random() < self._faults.fail_fraction:
             message = replace(message, digest=bytes(len(message.digest)))
         if self._faults.delay_ms:
-            self._delayed.put((time.monotonic() + self._faults.delay_ms / 1000, message, b"".join(payload)))
+            copied = [memoryview(b"".join(payload))] if payload else []
+            self._delay(lambda: self._link.send(message, copied, deadline=time.monotonic() + _SEND_TIMEOUT_S))
         else:
             self._link.start(message, payload)
+
+    def write(self, region: int, row: int, source: memoryview) -> None:
+        source = self._damaged(1, [source])[0]
+        if self._faults.delay_ms:
+            copied = memoryview(bytearray(source))
+            self._delay(lambda: self._link.write(region, row, copied))
+        else:
+            self._link.write(region, row, source)
+
+    def _delay(self, act: Callable[[], None]) -> None:
+        self._delayed.put((time.monotonic() + self._faults.delay_ms / 1000, act))
 
     def advance(self) -> bool:
         return bool(self._faults.delay_ms) or self._link.advance()
@@ -127,12 +143,11 @@ class FaultyLink:
 
     def _send_late(self) -> None:
         while (item := self._delayed.get()) is not None:
-            due, message, payload = item
+            due, act = item
             if self._stop.wait(max(0.0, due - time.monotonic())):
                 return
             try:
-                pieces = [memoryview(payload)] if payload else []
-                self._link.send(message, pieces, deadline=time.monotonic() + _SEND_TIMEOUT_S)
+                act()
             except (PeerLost, TransferTimeout):
                 self._link.cut()  # its owner learns from the reading side
                 return

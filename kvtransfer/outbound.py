@@ -60,7 +60,7 @@ class Outbound:
         self._pushes: dict[int, Push] = {}
         self._queues: dict[int, deque[Rows | Note]] = {}
         self._turns: deque[int] = deque()  # pushes with something queued, each once
-        self._aborts: deque[wire.Abort] = deque()
+        self._control: deque[wire.Claim | wire.Abort] = deque()  # goes out before any rows
         self._queued_rows = 0
         self._in_flight: Push | None = None  # whose rows the frame being sent reads
         self._sending = False
@@ -158,7 +158,7 @@ class Outbound:
         poll.register(link.fileno(), select.POLLIN)
         waits_for_room = False
         while not self._closing:
-            self._take_inbox()
+            self._take_inbox(link)
             self._end_late()
             more = self._send_some(link)
             if self._sending != waits_for_room:
@@ -168,11 +168,11 @@ class Outbound:
             for descriptor, _ in poll.poll(timeout_s * 1000):
                 if descriptor == link.fileno():
                     for message in link.receive_ready():
-                        self._take_answer(message)
+                        self._take_answer(link, message)
             if self._is_idle():
                 return
 
-    def _take_inbox(self) -> None:
+    def _take_inbox(self, link: Link) -> None:
         with self._lock:
             if not self._signalled:
                 return
@@ -183,13 +183,15 @@ class Outbound:
             if item is None:
                 self._pushes[push.number] = push
                 self._queues[push.number] = deque()
+                if link.one_sided and not push.is_granted():
+                    self._claim(push)
             elif push.number not in self._pushes:
                 pass  # it has ended
             elif isinstance(item, GiveUp):
                 self._give_up(push, item.error)
             else:
                 queue = self._queues[push.number]
-                if not queue:
+                if not queue and self._may_send(link, push):
                     self._turns.append(push.number)
                 queue.append(item)
                 self._count_queued(len(item.rows) if isinstance(item, Rows) else 0)
@@ -210,13 +212,13 @@ class Outbound:
                 self._metrics.moved(self._peer, rows, num_bytes)
             if push.number not in self._pushes:  # it ended while its last frame left
                 push.closed.set()
-        return bool(self._aborts or self._turns)
+        return bool(self._control or self._turns)
 
     def _begin_frame(self, link: Link) -> bool:
         self._frame_rows = (0, 0)
-        while self._aborts or self._turns:
-            if self._aborts:
-                link.start(self._aborts.popleft())
+        while self._control or self._turns:
+            if self._control:
+                link.start(self._control.popleft())
                 self._frame_deadline = time.monotonic() + FRAME_GRACE_S
                 self._sending = True
                 return True
@@ -249,7 +251,12 @@ class Outbound:
         if repeated is not None:
             self._give_up(push, TransferFailed(f"position {repeated} of region {region.name!r} was put twice"))
             return False
-        checksums = [row_checksum(region.row(row)) for row in rows]
+        checksums = []
+        for position, row in zip(positions, rows, strict=True):
+            source = region.row(row)
+            if link.one_sided:
+                link.write(item.region, push.destination(region, position), source)
+            checksums.append(row_checksum(source))  # after the copy: the row is in the processor's cache now
         push.manifest.add(item.region, positions, checksums)
         self._frame_rows = (len(rows), len(rows) * region.row_bytes)
         link.start(
@@ -262,7 +269,7 @@ class Outbound:
                 positions=wire.pack_u32(positions),
                 checksums=wire.pack_u64(checksums),
             ),
-            region.runs(rows),
+            () if link.one_sided else region.runs(rows),
         )
         return True
 
@@ -281,7 +288,31 @@ class Outbound:
             [memoryview(item.note)] if item.note else [],
         )
 
-    def _take_answer(self, message: wire.Message) -> None:
+    def _claim(self, push: Push) -> None:
+        target = push.target
+        self._control.append(
+            wire.Claim(push=push.number, token=target.token, request_id=target.request_id, attempt=target.attempt)
+        )
+
+    def _may_send(self, link: Link, push: Push) -> bool:
+        return not link.one_sided or push.is_granted()
+
+    def _take_grant(self, message: wire.Granted) -> None:
+        push = self._pushes.get(message.push)
+        if push is None:
+            return  # it has ended on this side, and the receiver was told
+        if message.group not in push.granted:
+            raise wire.Malformed(f"Granted for group {message.group!r}, which the target does not have")
+        if push.is_granted():
+            raise wire.Malformed("Granted for a push that has all its rows")
+        push.granted[message.group].extend(wire.unpack_u32(message.rows))
+        if push.is_granted() and self._queues[push.number]:
+            self._turns.append(push.number)
+
+    def _take_answer(self, link: Link, message: wire.Message) -> None:
+        if isinstance(message, wire.Granted) and link.one_sided:
+            self._take_grant(message)
+            return
         if isinstance(message, wire.Refused) and message.push == 0:
             raise handshake.refusal(message)
         if not isinstance(message, wire.Committed | wire.Refused):
@@ -290,6 +321,8 @@ class Outbound:
         if push is None:
             return  # it has ended on this side
         if isinstance(message, wire.Refused):
+            if link.one_sided:
+                self._abort(push, "refused")  # its owner waits to hear that nothing is written any more
             self._end(push, handshake.refusal(message))
         elif push.is_committed:
             self._end(push, None)
@@ -310,17 +343,20 @@ class Outbound:
 
     def _give_up(self, push: Push, error: TransferFailed) -> None:
         """Ends a push from this side and has the receiver told."""
+        self._abort(push, error.message)
+        self._end(push, error)
+
+    def _abort(self, push: Push, reason: str) -> None:
         target = push.target
-        self._aborts.append(
+        self._control.append(
             wire.Abort(
                 push=push.number,
                 token=target.token,
                 request_id=target.request_id,
                 attempt=target.attempt,
-                reason=error.message[: wire.MAX_REASON_CHARS],
+                reason=reason[: wire.MAX_REASON_CHARS],
             )
         )
-        self._end(push, error)
 
     def _end(self, push: Push, error: TwinpoolError | None) -> None:
         del self._pushes[push.number]

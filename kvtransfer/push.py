@@ -78,6 +78,7 @@ class Push:
         # The rest is the link thread's.
         self.manifest = Manifest(self._span(region).size for region in regions)
         self.is_committed = False  # the commit is on its way
+        self.granted: dict[str, list[int]] = {group: [] for group in target.spans}  # rows of the receiver, if one-sided
         self.num_bytes = 0
         self.num_rows = 0
         self.first_put_at: float | None = None
@@ -140,6 +141,14 @@ class Push:
     def abort(self, reason: str) -> None:
         """Ends the push, if it has not ended; the receiver is told at once. Idempotent."""
         self._outbound.enqueue(self, GiveUp(TransferFailed(f"aborted: {reason}")))
+
+    def is_granted(self) -> bool:
+        """The receiver has told where every position goes (one-sided links)."""
+        return all(len(self.granted[group]) == span.size - span.first for group, span in self.target.spans.items())
+
+    def destination(self, region: Region, position: int) -> int:
+        """The receiver's row for `position`, once granted."""
+        return self.granted[region.group][position - self._span(region).first]
 
     def finish(self, error: TwinpoolError | None) -> PushResult | None:
         """The end. Called by the link's thread; None when the push had ended before."""

@@ -14,13 +14,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from kvtransfer import handshake, transports, wire
+from kvtransfer.memory import SharedMemory
 from kvtransfer.metrics import NoMetrics, TransferMetrics
 from kvtransfer.region import Region, check_regions
 from kvtransfer.reservation import Commit, Reservation
 from kvtransfer.reservation_table import ReservationTable
 from kvtransfer.target import MAX_POSITIONS, Target
-from kvtransfer.transports import Link, Listener
-from twinpool.errors import Incompatible, InvalidRequest, PeerLost, ReservationGone, TransferFailed, Unauthenticated
+from kvtransfer.transports import Link, Listener, Transport
+from kvtransfer.writers import Writers
+from twinpool.errors import (
+    ConfigError,
+    Incompatible,
+    InvalidRequest,
+    PeerLost,
+    ReservationGone,
+    TransferFailed,
+    Unauthenticated,
+)
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +38,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 MAX_LINKS = 1024
 REPLY_TIMEOUT_S = 5.0  # a sender that takes no answer for this long is cut off
 CLOSE_TIMEOUT_S = 5.0
+FENCE_POLL_S = 0.5  # how often a link that waits for its sender's end looks whether the receiver was closed
 
 
 class KvReceiver:
@@ -39,7 +50,8 @@ class KvReceiver:
         *,
         fingerprint: str,
         cluster_key: str = "",
-        transport: str = "tcp",
+        transport: str = transports.AUTO,
+        memory: SharedMemory | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
         advertise: str | None = None,
@@ -48,30 +60,52 @@ class KvReceiver:
     ) -> None:
         """fingerprint: of everything both sides must agree on; senders with another are refused.
 
+        transport: a name, or "auto" for all that this process can offer; memory: what the regions lie in, for "shm".
         advertise: host, or host:port, under which senders reach this process (default: where it listens).
         """
-        self.endpoint = ""
+        self.endpoints: tuple[str, ...] = ()  # best first
         self._regions = check_regions(regions)
         self._num_rows = {region.group: region.num_rows for region in self._regions}
         self._party = handshake.Party(fingerprint=fingerprint, regions=self._regions, cluster_key=cluster_key)
         self._incarnation = secrets.token_bytes(wire.INCARNATION_BYTES)
-        self._transport = transports.create(transport)
+        self._is_auto = transport == transports.AUTO
+        self._transports = transports.choose(transport)
+        self._memory = memory
         self._address = (host, port, advertise)
         self._metrics = metrics or NoMetrics()
         self._table = ReservationTable(max_reservations)
         self._links: dict[Link, threading.Thread] = {}
         self._links_lock = threading.Lock()
-        self._listener: Listener | None = None
+        self._writers = Writers()
+        self._listeners: list[Listener] = []
         self._closed = False
 
     def start(self) -> None:
-        """Raises ConfigError when the address cannot be listened on."""
-        self._transport.register(self._regions)
+        """Raises ConfigError when the address cannot be listened on, or the transport asked for cannot serve."""
         if not self._party.cluster_key and self._address[0] not in LOOPBACK:
             log.warning("KV transfers on %s are open to everybody who can connect: set a cluster key", self._address[0])
-        self._listener = self._transport.listen(*self._address, self._accept)
-        self.endpoint = self._listener.endpoint
+        try:
+            for name, transport in self._transports.items():
+                self._listen(name, transport)
+        except ConfigError:
+            self._close_listeners()
+            raise
+        self.endpoints = tuple(listener.endpoint for listener in self._listeners)
+        log.info("KV rows are received at %s", ", ".join(self.endpoints))
         self._table.start()
+
+    def _listen(self, name: str, transport: Transport) -> None:
+        transport.register(self._regions, self._memory)
+        try:
+            self._listeners.append(transport.listen(*self._address, self._accept))
+        except ConfigError as exc:
+            if not self._is_auto or name == transports.PREFERENCE[-1]:
+                raise
+            log.info("KV transport %r is not offered: %s", name, exc)
+
+    def _close_listeners(self) -> None:
+        for listener in self._listeners:
+            listener.close()
 
     def close(self) -> None:
         """Ends every link, thread and reservation (on_failed is called for live ones). Bounded; idempotent."""
@@ -79,8 +113,7 @@ class KvReceiver:
             if self._closed:
                 return
             self._closed = True
-        if self._listener is not None:
-            self._listener.close()
+        self._close_listeners()
         with self._links_lock:
             links = dict(self._links)
         for link in links:
@@ -99,6 +132,7 @@ class KvReceiver:
         timeout_s: float,
         on_commit: Callable[[Commit], None],
         on_failed: Callable[[TransferFailed], None],
+        on_fenced: Callable[[], None] = lambda: None,
         expected_from: Mapping[str, int] | None = None,
     ) -> Reservation:
         """Sets `rows` aside for one push of this request and attempt, for `timeout_s` seconds.
@@ -106,6 +140,7 @@ class KvReceiver:
         rows: for every group the row ids in order of absolute position in the sequence.
         expected_from: for a group the first position that has to come (default 0); rows below it hold their data
         already and are never written.
+        on_fenced: called once, if ever, after a `release` that returned False.
         Raises Overloaded when too many are open, InvalidRequest for an id that cannot travel, ValueError for rows that
         do not exist.
         """
@@ -125,11 +160,12 @@ class KvReceiver:
             timeout_s=timeout_s,
             on_commit=on_commit,
             on_failed=on_failed,
+            on_fenced=on_fenced,
             forget=self._table.forget,
             metrics=self._metrics,
         )
         reservation.target = Target(
-            endpoints=(self.endpoint,),
+            endpoints=self.endpoints,
             incarnation=self._incarnation,
             token=reservation.token,
             request_id=request_id,
@@ -143,6 +179,11 @@ class KvReceiver:
     def num_reservations(self) -> int:
         """Reservations that are neither committed, failed nor released."""
         return len(self._table)
+
+    @property
+    def num_writers(self) -> int:
+        """Pushes that may be writing into this process' memory by themselves."""
+        return len(self._writers)
 
     def _check_rows(self, rows: Mapping[str, Sequence[int]], first: Mapping[str, int]) -> None:
         for group, ids in rows.items():
@@ -176,6 +217,7 @@ class KvReceiver:
         try:
             deadline = time.monotonic() + handshake.TIMEOUT_S
             handshake.admit(link, self._party, incarnation=self._incarnation, deadline=deadline)
+            link.share(deadline=deadline)
             while True:
                 self._handle(link, link.receive())
         except PeerLost as exc:
@@ -189,9 +231,17 @@ class KvReceiver:
             log.exception("%s", reason)
         finally:
             self._table.lose(link, reason)
+            link.cut()
+            self._wait_for_fence(link)
             with self._links_lock:
                 self._links.pop(link, None)
             link.close()
+
+    def _wait_for_fence(self, link: Link) -> None:
+        while not link.fenced(FENCE_POLL_S):
+            if self._closed:
+                return  # what is in quarantine stays there for the rest of this process
+        self._writers.gone(link)
 
     def _handle(self, link: Link, frame: wire.Frame) -> None:
         message = frame.message
@@ -201,18 +251,22 @@ class KvReceiver:
             self._commit(link, message, frame.payload_bytes)
         elif isinstance(message, wire.Abort):
             self._abort(link, message)
+        elif isinstance(message, wire.Claim) and link.one_sided:
+            self._grant(link, message)
         else:
             raise wire.Malformed(f"{type(message).__name__} where rows were expected")
 
     def _put(self, link: Link, put: wire.Put, payload_bytes: int) -> None:
         num_rows = len(put.positions) // 4
-        if put.region >= len(self._regions) or payload_bytes != num_rows * self._regions[put.region].row_bytes:
+        num_bytes = num_rows * self._regions[put.region].row_bytes if put.region < len(self._regions) else -1
+        if num_bytes < 0 or payload_bytes != (0 if link.one_sided else num_bytes):
             raise wire.Malformed(f"Put of {num_rows} rows of region {put.region} with {payload_bytes} bytes")
         reservation, filled = None, False
         try:
             reservation = self._claimed(link, put)
             with reservation.landing(put) as destination:
-                link.fill(destination)
+                if not link.one_sided:
+                    link.fill(destination)
                 filled = True
         except PeerLost:
             raise  # the link itself broke
@@ -221,7 +275,7 @@ class KvReceiver:
                 link.skip(payload_bytes)
             self._end(link, put.push, reservation, exc)
         else:
-            self._metrics.moved(link.peer, num_rows, payload_bytes)
+            self._metrics.moved(link.peer, num_rows, num_bytes)
 
     def _commit(self, link: Link, commit: wire.Commit, payload_bytes: int) -> None:
         note = memoryview(bytearray(payload_bytes))
@@ -233,16 +287,33 @@ class KvReceiver:
         except TransferFailed as exc:
             self._end(link, commit.push, reservation, exc)
         else:
+            self._writers.done(link, commit.push)
             link.send(wire.Committed(push=commit.push), deadline=time.monotonic() + REPLY_TIMEOUT_S)
 
     def _abort(self, link: Link, abort: wire.Abort) -> None:
+        self._writers.done(link, abort.push)
         try:
             reservation = self._claimed(link, abort)
         except ReservationGone:
             return  # over already: what an abort is for
         reservation.fail(TransferFailed(f"the sender gave up: {abort.reason}"))
 
-    def _claimed(self, link: Link, message: wire.Put | wire.Commit | wire.Abort) -> Reservation:
+    def _grant(self, link: Link, claim: wire.Claim) -> None:
+        """Tells a sender that writes by itself where to."""
+        try:
+            reservation = self._claimed(link, claim)
+            self._writers.add(link, claim.push, reservation)
+            granted = reservation.grant()
+        except TransferFailed as exc:
+            self._end(link, claim.push, None, exc)
+            return
+        deadline = time.monotonic() + REPLY_TIMEOUT_S
+        for group, rows in granted.items():
+            for first in range(0, len(rows), wire.MAX_ROWS_PER_GRANT):
+                some = wire.pack_u32(rows[first : first + wire.MAX_ROWS_PER_GRANT])
+                link.send(wire.Granted(push=claim.push, group=group, rows=some), deadline=deadline)
+
+    def _claimed(self, link: Link, message: wire.Claim | wire.Put | wire.Commit | wire.Abort) -> Reservation:
         reservation = self._table.find(message.token)
         reservation.claim(link, message)
         return reservation

@@ -4,8 +4,10 @@
       │                                  │                                     ├──release()──> RELEASED
       └──expiry, abort, wrong data, link lost──> FAILED ───────────────────────┘
 
-A token opens its reservation once, for one push on one link. Bytes land only while the state is OPEN or CLAIMED;
-`release` moves it on first and then waits for the frame that may be landing, so that the rows are free when it returns.
+A token opens its reservation once, for one push on one link. Where the receiver does the writing, bytes land only while
+the state is OPEN or CLAIMED; `release` moves it on first and then waits for the frame that may be landing. Where the
+sender does (one-sided links), `release` tells it to stop and waits for its word; without it the rows are in quarantine
+until the word comes or the sender is gone (writers.py).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import TypeVar
 
 from kvtransfer import wire
 from kvtransfer.digest import Manifest, commit_context, row_checksum
+from kvtransfer.handshake import refused
 from kvtransfer.metrics import TransferMetrics
 from kvtransfer.region import Region
 from kvtransfer.target import Span
@@ -41,6 +44,7 @@ _T = TypeVar("_T")
 
 FENCE_WAIT_S = 0.25  # how long release() lets a frame in flight finish before it cuts the link
 CUT_WAIT_S = 5.0  # a cut link ends its read at once; longer means a bug
+REVOKE_TIMEOUT_S = 0.25  # for telling a sender to stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +72,8 @@ class Reservation:
     """One request's rows, waiting for one push. Made by KvReceiver.reserve; thread safe.
 
     `target` is what the sender needs. Exactly one of on_commit and on_failed is called, once, on a transfer thread and
-    without locks, unless `release` comes first. The rows may be reused only after `release` returned.
+    without locks, unless `release` comes first. The rows may be reused only when `release` returned True, or else when
+    on_fenced was called.
     """
 
     def __init__(
@@ -82,6 +87,7 @@ class Reservation:
         timeout_s: float,
         on_commit: Callable[[Commit], None],
         on_failed: Callable[[TransferFailed], None],
+        on_fenced: Callable[[], None],
         forget: Callable[[Reservation], None],
         metrics: TransferMetrics,
     ) -> None:
@@ -96,6 +102,7 @@ class Reservation:
         self._first = expected_from
         self._on_commit = on_commit
         self._on_failed = on_failed
+        self._on_fenced = on_fenced
         self._forget = forget
         self._metrics = metrics
         self._lock = threading.Condition()
@@ -103,29 +110,88 @@ class Reservation:
         self._claim: tuple[Link, int] | None = None  # link and push that own it
         self._claimed_at = 0.0
         self._landing = False  # a frame's bytes may be entering the rows
+        self._granted = False  # a sender may be writing the rows by itself
+        self._quarantined = False  # released while it might
         self._num_bytes = 0
         self._manifest = Manifest(len(rows.get(region.group, ())) for region in regions)
 
     def spans(self) -> dict[str, Span]:
         return {group: Span(first=self._first.get(group, 0), size=len(rows)) for group, rows in self._rows.items()}
 
-    def release(self) -> None:
-        """Gives the rows back to their owner: when this returns, no byte of this reservation can land any more.
+    def release(self) -> bool:
+        """Gives the rows back to their owner. True: no byte of this reservation can land any more.
 
-        Idempotent. Waits for a frame in flight at most FENCE_WAIT_S, then cuts that link. No callback begins after it.
+        False: the sender writes by itself and did not confirm in time that it has stopped. The rows stay in quarantine;
+        on_fenced is called once, from a transfer thread, when they are safe.
+        Idempotent. Waits for a frame in flight at most FENCE_WAIT_S, then cuts that link. No other callback begins
+        after it.
         """
         with self._lock:
             self._state = _State.RELEASED
             self._forget(self)
-            if self._claim is None or self._lock.wait_for(lambda: not self._landing, FENCE_WAIT_S):
+            claim, granted = self._claim, self._granted
+            if claim is None or (self._quarantined and granted):
+                return claim is None
+        if granted:
+            self._revoke(*claim)
+            return self._fenced_soon(claim[0])
+        self._wait_for_landing(claim[0])
+        return True
+
+    def _revoke(self, link: Link, push: int) -> None:
+        """Tells the sender to stop. It answers with Abort."""
+        try:
+            error = ReservationGone("the reservation was released")
+            link.send(refused(push, error), deadline=time.monotonic() + REVOKE_TIMEOUT_S)
+        except PeerLost:
+            pass  # its end fences
+        except TransferTimeout:
+            link.cut()  # the frame may be torn; and who takes no answers is of no use
+
+    def _fenced_soon(self, link: Link) -> bool:
+        with self._lock:
+            if self._lock.wait_for(lambda: not self._granted, FENCE_WAIT_S):
+                return True
+            self._quarantined = True
+        log.warning(
+            "the rows of request %r are in quarantine: %s does not confirm that it has stopped writing",
+            self.request_id,
+            link.peer,
+        )
+        return False
+
+    def _wait_for_landing(self, link: Link) -> None:
+        with self._lock:
+            if self._lock.wait_for(lambda: not self._landing, FENCE_WAIT_S):
                 return
-            link = self._claim[0]
             log.warning("cutting the KV link to %s: its frame for a released reservation does not end", link.peer)
             link.cut()
             if not self._lock.wait_for(lambda: not self._landing, CUT_WAIT_S):
                 raise Internal("a KV frame still lands after its link was cut: the rows must not be used again")
 
-    def claim(self, link: Link, message: wire.Put | wire.Commit | wire.Abort) -> None:
+    def fence(self) -> None:
+        """The sender writes no more."""
+        with self._lock:
+            self._granted = False
+            self._lock.notify_all()
+            if not self._quarantined:
+                return
+            self._quarantined = False
+        log.info("the rows of request %r are out of quarantine", self.request_id)
+        try:
+            self._on_fenced()
+        except Exception:
+            log.exception("the owner of a KV reservation raised from its callback")
+
+    def grant(self) -> dict[str, tuple[int, ...]]:
+        """The rows that the sender is to write, for every group in order of position. It may do so from now on."""
+        with self._lock:
+            if self._state is not _State.CLAIMED:
+                raise ReservationGone("the reservation is over")
+            self._granted = True
+        return {group: rows[self._first.get(group, 0) :] for group, rows in self._rows.items()}
+
+    def claim(self, link: Link, message: wire.Claim | wire.Put | wire.Commit | wire.Abort) -> None:
         """Binds the reservation to the push of its first frame. ReservationGone for any other."""
         with self._lock:
             if message.request_id != self.request_id or message.attempt != self.attempt:
@@ -188,6 +254,7 @@ class Reservation:
             if self._state is not _State.CLAIMED:
                 raise ReservationGone("the reservation is over")
             self._state = _State.COMMITTED
+            self._granted = False  # a sender commits after its last write
             self._forget(self)
             seconds = time.monotonic() - self._claimed_at
         done = Commit(note=note, bytes=self._num_bytes, rows=sum(self._manifest.counts()), seconds=seconds)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvtransfer import handshake, transports
 from kvtransfer.faults import Faults
@@ -13,8 +15,10 @@ from kvtransfer.outbound import Outbound
 from kvtransfer.push import Push
 from kvtransfer.region import Region, check_regions
 from kvtransfer.target import Target
-from kvtransfer.transports import Link, Transport
+from kvtransfer.transports import Link
 from twinpool.errors import PeerLost, ReservationGone, TransferFailed
+
+log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 3.0  # connection and handshake
 CLOSE_TIMEOUT_S = 5.0
@@ -29,19 +33,22 @@ class KvSender:
         *,
         fingerprint: str,
         cluster_key: str = "",
+        transport: str = transports.AUTO,
         metrics: TransferMetrics | None = None,
         faults: Faults | None = None,
     ) -> None:
-        """faults: to inject, for tests of what happens around a transfer that goes wrong (kvtransfer/faults.py)."""
+        """transport: a name, or "auto" for the first of what the receiver offers that works.
+
+        faults: to inject, for tests of what happens around a transfer that goes wrong (kvtransfer/faults.py)."""
         self._regions = check_regions(regions)
         self._party = handshake.Party(fingerprint=fingerprint, regions=self._regions, cluster_key=cluster_key)
         self._metrics = metrics or NoMetrics()
-        self._transports: dict[str, Transport] = {"tcp": transports.create("tcp")}
-        for transport in self._transports.values():
-            transport.register(self._regions)
+        self._transports = transports.choose(transport)
+        for each in self._transports.values():
+            each.register(self._regions, None)
         self._faults = faults
         self._lock = threading.Lock()
-        self._links: dict[tuple[str, bytes], Outbound] = {}  # one to each incarnation of a receiver
+        self._links: dict[_Receiver, Outbound] = {}
         self._closed = False
 
     def open(self, target: bytes, *, request_id: str, attempt: int, timeout_s: float) -> Push:
@@ -57,18 +64,17 @@ class KvSender:
                 f"the target is for request {wanted.request_id!r}, attempt {wanted.attempt}, "
                 f"not for {request_id!r}, attempt {attempt}"
             )
-        endpoint, transport = self._choose(wanted)
-        key = (endpoint, wanted.incarnation)
+        receiver = _Receiver(self._usable(wanted), wanted.incarnation)
         with self._lock:
             if self._closed:
                 raise TransferFailed("the sender is closed")
-            link = self._links.get(key)
+            link = self._links.get(receiver)
             push = link.open(wanted, deadline) if link is not None else None
             if push is not None:
                 return push
-            link = self._new_link(endpoint, wanted.incarnation, transport, deadline)
+            link = self._new_link(receiver, deadline)
             push = link.start(wanted, deadline)
-            self._links[key] = link
+            self._links[receiver] = link
             return push
 
     def close(self) -> None:
@@ -82,30 +88,64 @@ class KvSender:
         for link in links:
             link.join(max(0.0, end - time.monotonic()))
 
-    def _choose(self, target: Target) -> tuple[str, Transport]:
-        for endpoint in target.endpoints:
-            transport = self._transports.get(endpoint.partition("://")[0])
-            if transport is not None:
-                return endpoint, transport
-        raise PeerLost(
-            f"the receiver is reached by {', '.join(target.endpoints)}; this sender has {', '.join(self._transports)}"
-        )
+    def _usable(self, target: Target) -> tuple[str, ...]:
+        endpoints = tuple(each for each in target.endpoints if _scheme(each) in self._transports)
+        if not endpoints:
+            offered, mine = ", ".join(target.endpoints), ", ".join(self._transports)
+            raise PeerLost(f"the receiver is reached by {offered}; this sender has {mine}")
+        return endpoints
 
-    def _new_link(self, endpoint: str, incarnation: bytes, transport: Transport, deadline: float) -> Outbound:
+    def _new_link(self, receiver: _Receiver, deadline: float) -> Outbound:
         connect_by = min(deadline, time.monotonic() + CONNECT_TIMEOUT_S)
 
         def connect() -> Link:
-            link = transport.connect(endpoint, deadline=connect_by)
-            try:
-                handshake.greet(link, self._party, incarnation=incarnation, deadline=connect_by)
-            except BaseException:
-                link.close()
-                raise
+            link = self._connect_best(receiver, connect_by)
             return link if self._faults is None else self._faults.wrap(link)
 
         def forget(ended: Outbound) -> None:
             with self._lock:
-                if self._links.get((endpoint, incarnation)) is ended:
-                    del self._links[endpoint, incarnation]
+                if self._links.get(receiver) is ended:
+                    del self._links[receiver]
 
-        return Outbound(endpoint, connect, self._regions, self._metrics, forget)
+        return Outbound(receiver.name, connect, self._regions, self._metrics, forget)
+
+    def _connect_best(self, receiver: _Receiver, deadline: float) -> Link:
+        """A link over the first endpoint that works, in the receiver's order; the log says which and why."""
+        failures: list[PeerLost] = []
+        for endpoint in receiver.endpoints:
+            try:
+                link = self._connect(endpoint, receiver.incarnation, deadline)
+            except PeerLost as exc:
+                failures.append(exc)
+                continue
+            reasons = "".join(f"; {failure.message}" for failure in failures)
+            log.info("KV rows for %s go over %s%s", receiver.name, _scheme(endpoint), reasons)
+            return link
+        raise failures[-1]
+
+    def _connect(self, endpoint: str, incarnation: bytes, deadline: float) -> Link:
+        link = self._transports[_scheme(endpoint)].connect(endpoint, deadline=deadline)
+        try:
+            handshake.greet(link, self._party, incarnation=incarnation, deadline=deadline)
+            link.attach(deadline=deadline)
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+
+@dataclass(frozen=True, slots=True)
+class _Receiver:
+    """Who a link is for: one incarnation of a receiver, and the ways to it that this sender has, best first."""
+
+    endpoints: tuple[str, ...]
+    incarnation: bytes
+
+    @property
+    def name(self) -> str:
+        """For people and metrics: the same whichever way is taken."""
+        return self.endpoints[-1]
+
+
+def _scheme(endpoint: str) -> str:
+    return endpoint.partition("://")[0]

@@ -18,13 +18,14 @@ from typing import Any, ClassVar
 import msgpack
 
 from kvtransfer.digest import DIGEST_BYTES
-from kvtransfer.region import MAX_REGIONS
+from kvtransfer.region import MAX_NAME_CHARS, MAX_REGIONS
 
 PROTOCOL = 1
 MAX_HEADER_BYTES = 64 << 10
 MAX_NOTE_BYTES = 1 << 20
 MAX_PUT_BYTES = 1 << 30
 MAX_ROWS_PER_PUT = 512
+MAX_ROWS_PER_GRANT = 8192
 MAX_REQUEST_ID_CHARS = 128
 MAX_REASON_CHARS = 1000
 NONCE_BYTES = TOKEN_BYTES = INCARNATION_BYTES = 16
@@ -110,8 +111,42 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Receiver to sender, after Welcome on a link over shared memory: what is where in it, for every region."""
+
+    KIND: ClassVar[int] = 10
+    size: int = _uint(63)  # bytes in all
+    offsets: bytes = _packed(8, MAX_REGIONS)  # u64 each
+    num_rows: bytes = _packed(4, MAX_REGIONS)  # u32 each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """Sender to receiver, first frame of a push on a one-sided link: asks where its rows go."""
+
+    KIND: ClassVar[int] = 11
+    push: int = _uint(64)
+    token: bytes = _exactly(TOKEN_BYTES)
+    request_id: str = _text(MAX_REQUEST_ID_CHARS)
+    attempt: int = _uint(32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Granted:
+    """Receiver to sender: the push may write these rows, the next of its group, until one side ends it."""
+
+    KIND: ClassVar[int] = 12
+    push: int = _uint(64)
+    group: str = _text(MAX_NAME_CHARS)
+    rows: bytes = _packed(4, MAX_ROWS_PER_GRANT)  # u32 each, in order of position
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Put:
-    """Sender to receiver: rows of one region; the payload is their bytes in the order of `positions`."""
+    """Sender to receiver: rows of one region; the payload is their bytes in the order of `positions`.
+
+    On a one-sided link there is no payload: the rows are in the receiver's memory when the frame leaves.
+    """
 
     KIND: ClassVar[int] = 5
     push: int = _uint(64)  # number of the push on this link; never used twice
@@ -138,7 +173,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
-    """Sender to receiver: no more will come."""
+    """Sender to receiver: no more will come; on a one-sided link also the answer to Refused: no byte follows."""
 
     KIND: ClassVar[int] = 7
     push: int = _uint(64)
@@ -166,10 +201,11 @@ class Refused:
     reason: str = _text(MAX_REASON_CHARS)
 
 
-Message = Hello | Challenge | Identity | Welcome | Put | Commit | Abort | Committed | Refused
+Message = Hello | Challenge | Identity | Welcome | Memory | Claim | Granted | Put | Commit | Abort | Committed | Refused
 
 _KINDS: dict[int, type[Message]] = {
-    kind.KIND: kind for kind in (Hello, Challenge, Identity, Welcome, Put, Commit, Abort, Committed, Refused)
+    kind.KIND: kind
+    for kind in (Hello, Challenge, Identity, Welcome, Memory, Claim, Granted, Put, Commit, Abort, Committed, Refused)
 }
 _CHECKS = {
     kind: [(field.name, field.metadata["check"]) for field in dataclasses.fields(kind)] for kind in _KINDS.values()

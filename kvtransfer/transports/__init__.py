@@ -4,21 +4,29 @@ Every transport gives a link an ordered stream of wire messages. They differ in 
 receiver's memory:
 
 - in band (tcp): behind its header; the receiver asks where it belongs and `fill`s those rows itself;
-- one-sided (shared memory, RDMA): the sender writes it before the message leaves; `fill` then has nothing to do.
+- one-sided (shared memory, RDMA): the sender `write`s it before the message leaves, to rows it was granted.
 
 `caps.fences_on_close` states the difference that matters most: after `close` of a fencing link no byte can land any
-more. Without it, destination rows must stay in quarantine until the sender's process is known to be gone.
+more. Without it, destination rows must stay in quarantine until `fenced` says that the sender is gone.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvtransfer.memory import SharedMemory
 from kvtransfer.region import Region
 from kvtransfer.wire import Frame, Message
 from twinpool.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+AUTO = "auto"
+PREFERENCE = ("shm", "tcp")  # what `auto` offers and tries, in this order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,19 +39,32 @@ class Caps:
 
 
 class Link(Protocol):
-    """A connection to one peer. All methods but `cut` belong to the thread that owns the link.
+    """A connection to one peer. All methods but `cut` and `send` belong to the thread that owns the link.
 
     Deadlines are time.monotonic() values. A broken or silent peer raises PeerLost, a deadline TransferTimeout, bytes
     that are no frame wire.Malformed; after any of them the link is good for `close` only.
     """
 
     peer: str  # for people and metrics
+    one_sided: bool
 
     def fileno(self) -> int:
         """Readable when `receive_ready` may have something."""
 
     def send(self, message: Message, payload: Sequence[memoryview] = (), *, deadline: float) -> None:
-        """Sends a whole message, waiting as long as it takes."""
+        """Sends a whole message, waiting as long as it takes. From any thread that does not also `start` messages."""
+
+    def share(self, *, deadline: float) -> None:
+        """The receiver's part after the handshake: gives the sender what it needs to `write`."""
+
+    def attach(self, *, deadline: float) -> None:
+        """The sender's part after the handshake: takes it."""
+
+    def write(self, region: int, row: int, source: memoryview) -> None:
+        """One-sided links: copies `source` to row `row` of the receiver's region; done when it returns."""
+
+    def fenced(self, timeout_s: float) -> bool:
+        """The receiver's question about a link that was cut: can no byte of the sender land any more? Waits for it."""
 
     def start(self, message: Message, payload: Sequence[memoryview] = ()) -> None:
         """Begins to send; the payload's memory must not change until `advance` returns True."""
@@ -83,11 +104,17 @@ class Transport(Protocol):
     def actual(self) -> str:
         """The transport that is really in use. A configured one that is not active is a ConfigError at start."""
 
-    def register(self, regions: Sequence[Region]) -> None:
-        """Prepares memory for transfers; called once, before any link exists."""
+    def register(self, regions: Sequence[Region], memory: SharedMemory | None) -> None:
+        """Prepares memory for transfers; called once, before any link exists.
+
+        memory: where the regions lie, when other processes may be given it.
+        """
 
     def listen(self, host: str, port: int, advertise: str | None, on_link: Callable[[Link], None]) -> Listener:
-        """Accepts links; `on_link` is called for each on the listener's thread and must return at once."""
+        """Accepts links; `on_link` is called for each on the listener's thread and must return at once.
+
+        Raises ConfigError when this transport cannot serve here.
+        """
 
     def connect(self, endpoint: str, *, deadline: float) -> Link:
         """A link to a listener, or PeerLost."""
@@ -95,12 +122,26 @@ class Transport(Protocol):
 
 def create(name: str) -> Transport:
     """The transport called `name`. Raises ConfigError for one that does not exist or is not really active here."""
+    from kvtransfer.transports.shm import ShmTransport
     from kvtransfer.transports.tcp import TcpTransport
 
-    known: dict[str, Callable[[], Transport]] = {"tcp": TcpTransport}
+    known: dict[str, Callable[[], Transport]] = {"shm": ShmTransport, "tcp": TcpTransport}
     if name not in known:
         raise ConfigError(f"no KV transport is called {name!r}: choose one of {', '.join(sorted(known))}")
     transport = known[name]()
     if transport.actual() != name:
         raise ConfigError(f"KV transport {name!r} is configured but {transport.actual()!r} is what would be used")
     return transport
+
+
+def choose(name: str) -> dict[str, Transport]:
+    """The transports that `name` stands for, best first: for "auto" all that are active here, else the one."""
+    if name != AUTO:
+        return {name: create(name)}
+    made: dict[str, Transport] = {}
+    for each in PREFERENCE:
+        try:
+            made[each] = create(each)
+        except ConfigError as exc:
+            log.info("%s", exc)
+    return made

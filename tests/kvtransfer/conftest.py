@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -10,26 +11,39 @@ from hypothesis import settings
 
 from kvtransfer import Reservation
 from kvtransfer.target import Target
+from kvtransfer.transports.tcp import parse_endpoint
 from tests.kvtransfer.peers import FakeReceiver, Pair, RawSender, eventually
 
 settings.register_profile("no timing", deadline=None)
 settings.load_profile("no timing")
 
 
-@pytest.fixture(params=["tcp"])
-def transport(request: pytest.FixtureRequest) -> str:
+TRANSPORTS = ("tcp", "shm")
+IN_BAND = {"raw", "fake", "frozen", "port"}  # fixtures that speak of bytes on a TCP socket
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every transport is held to the same tests."""
-    name: str = request.param
-    return name
+    if "transport" in metafunc.fixturenames:
+        metafunc.parametrize("transport", TRANSPORTS[: 1 if IN_BAND & set(metafunc.fixturenames) else None])
+
+
+def num_descriptors() -> int:
+    """Open ones, without memory: that lives as long as somebody looks at it, and tests look until their end."""
+    paths = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one of the listing itself
+            paths.append(os.readlink(f"/proc/self/fd/{name}"))
+    return len([path for path in paths if not path.startswith("/memfd:")])
 
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """No test leaves a transfer thread or a file descriptor behind."""
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = num_descriptors()
     yield
     eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith("kv-")], "end of the kv threads")
-    eventually(lambda: len(os.listdir("/proc/self/fd")) <= descriptors, "closing of the descriptors")
+    eventually(lambda: num_descriptors() <= descriptors, "closing of the descriptors")
 
 
 @pytest.fixture
@@ -37,6 +51,12 @@ def pair(transport: str) -> Iterator[Pair]:
     pair = Pair(transport)
     yield pair
     pair.close()
+
+
+@pytest.fixture
+def port(pair: Pair) -> int:
+    """The receiver's."""
+    return parse_endpoint(pair.receiver.endpoints[-1])[1]
 
 
 @pytest.fixture

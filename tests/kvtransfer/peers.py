@@ -9,7 +9,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvtransfer import Commit, KvReceiver, KvSender, Push, PushResult, Region, Reservation, handshake, wire
+from kvtransfer import (
+    Commit,
+    KvReceiver,
+    KvSender,
+    Push,
+    PushResult,
+    Region,
+    Reservation,
+    SharedMemory,
+    handshake,
+    wire,
+)
 from kvtransfer.digest import Manifest, commit_context, row_checksum
 from kvtransfer.target import Span, Target
 from kvtransfer.transports.tcp import TcpLink, parse_endpoint
@@ -22,14 +33,18 @@ PATIENCE_S = 10.0  # for what has to happen soon; nothing asserts how soon
 
 def make_regions(seed: int, *, num_layers: int = 3, num_rows: int = 64, row_bytes: int = 1000) -> list[Region]:
     """Layers of one group "kv", filled with random bytes."""
-    rng = random.Random(seed)
+    return share_regions(seed, None, num_layers=num_layers, num_rows=num_rows, row_bytes=row_bytes)
+
+
+def share_regions(
+    seed: int, memory: SharedMemory | None, *, num_layers: int = 3, num_rows: int = 64, row_bytes: int = 1000
+) -> list[Region]:
+    """The same, in memory that can be shared."""
+    size = num_rows * row_bytes
+    whole = memory.allocate(num_layers * size) if memory is not None else memoryview(bytearray(num_layers * size))
+    whole[:] = random.Random(seed).randbytes(len(whole))
     return [
-        Region(
-            name=f"layer.{layer}",
-            group="kv",
-            buffer=memoryview(bytearray(rng.randbytes(num_rows * row_bytes))),
-            row_bytes=row_bytes,
-        )
+        Region(name=f"layer.{layer}", group="kv", buffer=whole[layer * size : (layer + 1) * size], row_bytes=row_bytes)
         for layer in range(num_layers)
     ]
 
@@ -98,13 +113,21 @@ class Pair:
         self.shape = shape
         self.transport = transport
         self.source = make_regions(1, **shape)
-        self.destination = make_regions(2, **shape)
+        self.memory = SharedMemory()
+        self.destination = share_regions(2, self.memory, **shape)
         self.sender_counters, self.receiver_counters = Counters(), Counters()
         self.receiver = self.make_receiver(self.destination, metrics=self.receiver_counters)
-        self.sender = KvSender(self.source, fingerprint=FINGERPRINT, cluster_key=KEY, metrics=self.sender_counters)
+        self.sender = KvSender(
+            self.source, fingerprint=FINGERPRINT, cluster_key=KEY, transport=transport, metrics=self.sender_counters
+        )
 
     def make_receiver(self, regions: Sequence[Region], **changes: Any) -> KvReceiver:
-        options = {"fingerprint": FINGERPRINT, "cluster_key": KEY, "transport": self.transport} | changes
+        options = {
+            "fingerprint": FINGERPRINT,
+            "cluster_key": KEY,
+            "transport": self.transport,
+            "memory": self.memory,
+        } | changes
         receiver = KvReceiver(regions, **options)
         receiver.start()
         return receiver
@@ -112,6 +135,7 @@ class Pair:
     def close(self) -> None:
         self.sender.close()
         self.receiver.close()
+        self.memory.close()
 
     def reserve(
         self, rows: Sequence[int], *, request_id: str = "r1", attempt: int = 1, timeout_s: float = 60, first: int = 0
@@ -165,8 +189,8 @@ class RawSender:
     def __init__(self, receiver: KvReceiver, target: Target, regions: Sequence[Region], *, greet: bool = True) -> None:
         self.target = target
         self.regions = regions
-        self.socket = socket.create_connection(parse_endpoint(receiver.endpoint), timeout=PATIENCE_S)
-        self.link = TcpLink(self.socket, receiver.endpoint)
+        self.socket = socket.create_connection(parse_endpoint(receiver.endpoints[-1]), timeout=PATIENCE_S)
+        self.link = TcpLink(self.socket, receiver.endpoints[-1])
         self.manifest = Manifest(target.spans["kv"].size for _ in regions)
         if greet:
             handshake.greet(

@@ -5,19 +5,27 @@ from __future__ import annotations
 import sys
 import time
 
-from kvtransfer import KvReceiver
-from tests.kvtransfer.peers import FINGERPRINT, KEY, Ends, make_regions
+from kvtransfer import KvReceiver, SharedMemory
+from tests.kvtransfer.peers import FINGERPRINT, KEY, Ends, share_regions
 
 
-def main(port: int) -> None:
-    receiver = KvReceiver(make_regions(2, row_bytes=64 << 10), fingerprint=FINGERPRINT, cluster_key=KEY, port=port)
+def main(transport: str, port: int) -> None:
+    memory = SharedMemory()
+    receiver = KvReceiver(
+        share_regions(2, memory, row_bytes=64 << 10),
+        fingerprint=FINGERPRINT,
+        cluster_key=KEY,
+        transport=transport,
+        memory=memory,
+        port=port,
+    )
     receiver.start()
     reservation = receiver.reserve(
         request_id="r1", attempt=1, rows={"kv": range(64)}, timeout_s=60, on_commit=Ends(), on_failed=Ends()
     )
-    print(receiver.endpoint, reservation.target.hex(), flush=True)
+    print(receiver.endpoints[-1], reservation.target.hex(), flush=True)
     time.sleep(60)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(sys.argv[1], int(sys.argv[2]))

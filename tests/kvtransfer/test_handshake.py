@@ -114,7 +114,7 @@ def test_a_sender_that_cannot_prove_the_key_is_refused(pair: Pair, raw: RawSende
 
 def test_a_recorded_handshake_is_of_no_use(pair: Pair, raw: RawSenders) -> None:
     reservation, _ = pair.reserve([1])
-    host, port = parse_endpoint(pair.receiver.endpoint)
+    host, port = parse_endpoint(pair.receiver.endpoints[-1])
     recorded = bytearray()
     with socket.create_server(("127.0.0.1", 0)) as tap:
         tapped = TcpTransport().connect(
@@ -162,7 +162,8 @@ def test_a_receiver_that_cannot_prove_the_key_gets_no_rows(pair: Pair, fake: Fak
 
 
 def test_without_keys_on_both_sides_transfers_work(pair: Pair) -> None:
-    pair.close()
+    pair.sender.close()
+    pair.receiver.close()
     pair.receiver = pair.make_receiver(pair.destination, cluster_key="")
     pair.sender = KvSender(pair.source, fingerprint=FINGERPRINT)
     pair.assert_serves()
@@ -207,8 +208,7 @@ def test_a_peer_that_never_answers_the_handshake_is_given_up_by_the_deadline(pai
     assert isinstance(push.error, TransferTimeout)
 
 
-def test_a_restarted_receiver_trusts_nothing_of_its_former_life(pair: Pair) -> None:
-    port = parse_endpoint(pair.receiver.endpoint)[1]
+def test_a_restarted_receiver_trusts_nothing_of_its_former_life(pair: Pair, port: int) -> None:
     old, _ = pair.reserve([1])
     pair.send(old, [2])
     stale, _ = pair.reserve([1])
@@ -220,8 +220,7 @@ def test_a_restarted_receiver_trusts_nothing_of_its_former_life(pair: Pair) -> N
     pair.assert_serves()
 
 
-def test_a_port_in_use_is_a_config_error_that_names_it(pair: Pair) -> None:
-    port = parse_endpoint(pair.receiver.endpoint)[1]
+def test_a_port_in_use_is_a_config_error_that_names_it(pair: Pair, port: int) -> None:
     with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
         pair.make_receiver(pair.destination, port=port)
 
@@ -242,9 +241,9 @@ def test_an_unknown_transport_is_a_config_error_that_lists_the_known(pair: Pair)
     ],
 )
 def test_the_endpoint_is_what_is_advertised(pair: Pair, advertise: str | None, endpoint: str) -> None:
-    receiver = pair.make_receiver(pair.destination, advertise=advertise)
+    receiver = pair.make_receiver(pair.destination, transport="tcp", advertise=advertise)
     try:
-        port = receiver._listener._sock.getsockname()[1]  # type: ignore[union-attr]
-        assert receiver.endpoint == endpoint.format(port=port)
+        port = receiver._listeners[0]._sock.getsockname()[1]  # type: ignore[attr-defined]
+        assert receiver.endpoints[-1] == endpoint.format(port=port)
     finally:
         receiver.close()

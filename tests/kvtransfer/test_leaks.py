@@ -9,12 +9,12 @@ import tracemalloc
 
 import pytest
 
-from kvtransfer import KvSender, wire
-from tests.kvtransfer.conftest import RawSenders
+from kvtransfer import Faults, KvSender
 from tests.kvtransfer.peers import FINGERPRINT, KEY, PATIENCE_S, Ends, Pair, eventually
+from twinpool.errors import ChecksumMismatch
 
 
-def fail_by_abort(pair: Pair, raw: RawSenders, attempt: int) -> None:
+def fail_by_abort(pair: Pair, attempt: int) -> None:
     reservation, ends = pair.reserve([1, 2], attempt=attempt)
     push = pair.open(reservation)
     push.put(0, [0, 1], [3, 4])
@@ -24,7 +24,7 @@ def fail_by_abort(pair: Pair, raw: RawSenders, attempt: int) -> None:
     reservation.release()
 
 
-def fail_by_expiry(pair: Pair, raw: RawSenders, attempt: int) -> None:
+def fail_by_expiry(pair: Pair, attempt: int) -> None:
     reservation, ends = pair.reserve([1, 2], attempt=attempt, timeout_s=0.001)
     push = pair.open(reservation)
     push.put(0, [0, 1], [3, 4])
@@ -34,7 +34,7 @@ def fail_by_expiry(pair: Pair, raw: RawSenders, attempt: int) -> None:
     assert done.wait().error is not None
 
 
-def fail_by_release(pair: Pair, raw: RawSenders, attempt: int) -> None:
+def fail_by_release(pair: Pair, attempt: int) -> None:
     reservation, _ = pair.reserve([1, 2], attempt=attempt)
     push = pair.open(reservation)
     push.put(0, [0, 1], [3, 4])
@@ -43,7 +43,7 @@ def fail_by_release(pair: Pair, raw: RawSenders, attempt: int) -> None:
     assert done.wait().error is not None
 
 
-def fail_by_missing_rows(pair: Pair, raw: RawSenders, attempt: int) -> None:
+def fail_by_missing_rows(pair: Pair, attempt: int) -> None:
     reservation, ends = pair.reserve([1, 2], attempt=attempt)
     push = pair.open(reservation)
     push.put(0, [0], [3])
@@ -53,17 +53,19 @@ def fail_by_missing_rows(pair: Pair, raw: RawSenders, attempt: int) -> None:
     reservation.release()
 
 
-def fail_by_damage_and_lost_link(pair: Pair, raw: RawSenders, attempt: int) -> None:
+def fail_by_damage_and_lost_link(pair: Pair, attempt: int) -> None:
+    damaging = KvSender(
+        pair.source, fingerprint=FINGERPRINT, cluster_key=KEY, transport=pair.transport, faults=Faults(corrupt_every=1)
+    )
     reservation, ends = pair.reserve([1, 2], attempt=attempt)
-    sender = raw(reservation)
-    sender.put(0, [0], [3], checksums=wire.pack_u64([0]))
-    assert sender.refusal() == "ChecksumMismatch"
-    ends.wait()
-    sender.close()
+    push = pair.open(reservation, sender=damaging)
+    push.put(0, [0], [3])
+    assert isinstance(ends.wait(), ChecksumMismatch)
+    damaging.close()
     reservation.release()
 
 
-def fail_by_incompatibility(pair: Pair, raw: RawSenders, attempt: int) -> None:
+def fail_by_incompatibility(pair: Pair, attempt: int) -> None:
     stranger = KvSender(pair.source, fingerprint=FINGERPRINT + "?", cluster_key=KEY)
     reservation, _ = pair.reserve([1, 2], attempt=attempt)
     push = pair.open(reservation, sender=stranger)
@@ -83,23 +85,23 @@ KINDS = (
 
 
 @pytest.mark.usefixtures("quiet")
-def test_a_thousand_failed_transfers_leave_everything_flat(pair: Pair, raw: RawSenders) -> None:
+def test_a_thousand_failed_transfers_leave_everything_flat(pair: Pair) -> None:
     def threads_and_descriptors() -> tuple[int, int]:
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
     def fail(first: int, last: int) -> None:
         for attempt in range(first, last):
-            KINDS[attempt % len(KINDS)](pair, raw, attempt)
+            KINDS[attempt % len(KINDS)](pair, attempt)
             pair.sender_counters.ends.clear()
             pair.receiver_counters.ends.clear()
             pair.sender_counters.depths.clear()
             pair.receiver_counters.refusals.clear()
-            raw.close()
         eventually(lambda: threads_and_descriptors() == flat, "return to as many threads and descriptors")
-        assert pair.receiver.num_reservations == 0
+        assert pair.receiver.num_reservations == pair.receiver.num_writers == 0
         gc.collect()
 
     pair.assert_serves()
+    gc.collect()  # memory of earlier tests
     flat = threads_and_descriptors()
     tracemalloc.start()
     try:

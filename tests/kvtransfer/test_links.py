@@ -188,7 +188,8 @@ def test_an_error_class_that_transfers_cannot_have_becomes_transfer_failed(pair:
 def test_a_sender_that_takes_no_answer_is_cut_off(pair: Pair, raw: RawSenders, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtransfer.receiver.REPLY_TIMEOUT_S", 0.1)
     reservation, _ = pair.reserve([1])
-    pair.receiver._listener._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 << 10)  # type: ignore[union-attr]
+    listener = pair.receiver._listeners[0]
+    listener._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 << 10)  # type: ignore[attr-defined]
     sender = raw(reservation)
     frames = wire.encode(sender.put_frame(0, [0], [10], token=bytes(16)), 1000) + bytes(1000)
     with contextlib.suppress(OSError):

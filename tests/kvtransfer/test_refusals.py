@@ -60,7 +60,9 @@ def test_a_reservation_expires_in_the_middle_of_a_push(pair: Pair) -> None:
     before = rows_of(pair.destination, [2])
     push.put(0, [1], [6])
     eventually(lambda: isinstance(push.error, ReservationGone), "the refusal of the late row")
-    assert rows_of(pair.destination, [2]) == before
+    if pair.transport == "tcp":  # a one-sided sender writes until it hears: the rows are the reservation's until then
+        assert rows_of(pair.destination, [2]) == before
+    assert reservation.release()
     pair.assert_serves()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -9,9 +10,9 @@ from queue import SimpleQueue
 
 import pytest
 
-from kvtransfer import transports, wire
+from kvtransfer import SharedMemory, transports, wire
 from kvtransfer.transports import Link, Transport
-from tests.kvtransfer.peers import PATIENCE_S, eventually
+from tests.kvtransfer.peers import PATIENCE_S, eventually, share_regions
 from twinpool.errors import PeerLost, TransferTimeout
 
 NOTE = wire.Commit(push=1, token=bytes(16), request_id="r1", attempt=1, counts=b"", digest=bytes(16))
@@ -26,6 +27,9 @@ class Joined:
     """Both ends of one link."""
 
     def __init__(self, transport: Transport) -> None:
+        self.memory = SharedMemory()
+        self.regions = share_regions(1, self.memory)
+        transport.register(self.regions, self.memory)
         accepted: SimpleQueue[Link] = SimpleQueue()
         self.listener = transport.listen("127.0.0.1", 0, None, accepted.put)
         self.sender = transport.connect(self.listener.endpoint, deadline=soon())
@@ -35,6 +39,7 @@ class Joined:
         self.sender.close()
         self.receiver.close()
         self.listener.close()
+        self.memory.close()
 
 
 @pytest.fixture
@@ -92,10 +97,18 @@ def test_answers_are_taken_without_waiting(joined: Joined) -> None:
 def test_a_full_link_says_so_and_goes_on_when_there_is_room(joined: Joined) -> None:
     fill_until_full(joined.sender)
     assert not joined.sender.advance()
-    done = False
-    while not done:
-        joined.receiver.skip(joined.receiver.receive().payload_bytes)
-        done = joined.sender.advance()
+
+    def drain() -> None:
+        with contextlib.suppress(PeerLost):
+            while True:
+                joined.receiver.skip(joined.receiver.receive().payload_bytes)
+
+    draining = threading.Thread(target=drain)
+    draining.start()
+    eventually(joined.sender.advance)
+    joined.sender.close()
+    draining.join(PATIENCE_S)
+    assert not draining.is_alive()
 
 
 def test_every_wait_with_a_deadline_ends(joined: Joined) -> None:

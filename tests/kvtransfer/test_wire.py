@@ -139,7 +139,7 @@ def test_headers_of_any_other_shape_are_malformed(kind: int, values: object) -> 
         (b"TPKV" + bytes([2, 5, 0, 0]) + bytes(12), "not a frame"),
         (b"TPKV" + bytes([1, 5, 0, 1]) + bytes(12), "not a frame"),
         (b"TPKV" + bytes([1, 0, 0, 0]) + bytes(12), "unknown kind 0"),
-        (b"TPKV" + bytes([1, 10, 0, 0]) + bytes(12), "unknown kind 10"),
+        (b"TPKV" + bytes([1, 13, 0, 0]) + bytes(12), "unknown kind 13"),
         (b"TPKV" + bytes([1, 5, 0, 0]) + struct.pack("!IQ", (64 << 10) + 1, 0), "header of 65537 bytes"),
         (b"TPKV" + bytes([1, 5, 0, 0]) + struct.pack("!IQ", 10, (1 << 30) + 1), "Put with 1073741825 bytes"),
         (b"TPKV" + bytes([1, 6, 0, 0]) + struct.pack("!IQ", 10, (1 << 20) + 1), "Commit with 1048577 bytes"),

@@ -1,0 +1,250 @@
+"""KV rows through shared memory, between two processes of one host: the sender copies them straight into place.
+
+ 1. The receiver's cache lies in a SharedMemory. It listens on an abstract unix socket with a random name, which leaves
+    nothing behind when the process dies, and takes connections of its own user only.
+ 2. After the handshake it passes two descriptors: the memory, and the writing end of a pipe, the lifeline.
+ 3. The sender maps the memory, asks for each push which rows it may write (Claim, Granted), writes them, and then sends
+    the same messages as on any other link, without payload.
+
+The sender does the writing, so closing the socket fences nothing: a sender that is frozen in the middle of a copy goes
+on with it when it thaws. It fences one push by Abort or Commit, and all of them by giving up the lifeline, which it
+does after unmapping; the kernel does so for a process that is gone, after its last instruction. Until then its rows
+stay in quarantine. The endpoint names the host by its boot id; whether the socket can really be reached shows in
+connecting: containers with network namespaces of their own cannot, and go over TCP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvtransfer import wire
+from kvtransfer.memory import MappedMemory, SharedMemory
+from kvtransfer.region import Region
+from kvtransfer.transports import Caps, Link
+from kvtransfer.transports.stream import StreamLink
+from twinpool.errors import ConfigError, PeerLost
+
+log = logging.getLogger(__name__)
+
+SCHEME = "shm"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_ENDPOINT = re.compile(rf"{SCHEME}://([0-9a-f-]{{36}})/([0-9a-f]{{32}})")
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+class ShmTransport:
+    caps = Caps(one_sided=True, fences_on_close=False, sees_dead_peer=True)
+
+    def __init__(self) -> None:
+        self._memory: SharedMemory | None = None
+        self._regions: Sequence[Region] = ()
+
+    def actual(self) -> str:
+        return SCHEME if hasattr(os, "memfd_create") and _BOOT_ID.exists() else "none"
+
+    def register(self, regions: Sequence[Region], memory: SharedMemory | None) -> None:
+        self._regions = regions
+        self._memory = memory
+
+    def listen(self, host: str, port: int, advertise: str | None, on_link: Callable[[Link], None]) -> ShmListener:
+        """host, port and advertise are of no use to senders on the same host."""
+        offsets = [None if self._memory is None else self._memory.offset_of(each.buffer) for each in self._regions]
+        if self._memory is None or None in offsets:
+            raise ConfigError("the cache is not in memory that can be shared: KV transport 'shm' cannot serve")
+        layout = wire.Memory(
+            size=self._memory.num_bytes,
+            offsets=wire.pack_u64([offset for offset in offsets if offset is not None]),
+            num_rows=wire.pack_u32([region.num_rows for region in self._regions]),
+        )
+        return ShmListener(self._memory, layout, on_link)
+
+    def connect(self, endpoint: str, *, deadline: float) -> ShmSenderLink:
+        boot_id, name = parse_endpoint(endpoint)
+        if boot_id != this_host():
+            raise PeerLost(f"{endpoint} is on another host")
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            sock.connect(_address(name))
+            _check_user(sock)
+        except OSError as exc:
+            sock.close()
+            raise PeerLost(f"cannot reach {endpoint}, which needs the same network namespace: {exc}") from exc
+        return ShmSenderLink(sock, endpoint, self._regions)
+
+
+class ShmListener:
+    """Accepts connections on a thread of its own."""
+
+    def __init__(self, memory: SharedMemory, layout: wire.Memory, on_link: Callable[[Link], None]) -> None:
+        name = secrets.token_hex(16)
+        self.endpoint = f"{SCHEME}://{this_host()}/{name}"
+        self._memory = memory
+        self._layout = layout
+        self._on_link = on_link
+        self._sock = socket.socket(socket.AF_UNIX)
+        try:
+            self._sock.bind(_address(name))
+            self._sock.listen(128)
+        except OSError as exc:
+            self._sock.close()
+            raise ConfigError(f"cannot listen for KV transfers on an abstract unix socket: {exc}") from exc
+        self._thread = threading.Thread(target=self._accept, name="kv-accept-shm", daemon=True)
+        self._thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock = self._sock.accept()[0]
+            except ConnectionAbortedError:
+                continue
+            except OSError as exc:
+                if exc.errno in (errno.EBADF, errno.EINVAL):  # closed or shut down
+                    return
+                log.warning("cannot accept a KV link: %s", exc)  # out of descriptors: the backlog waits
+                time.sleep(0.05)
+                continue
+            try:
+                pid = _check_user(sock)
+                link = ShmReceiverLink(sock, f"process {pid}", self._memory, self._layout)
+            except OSError as exc:
+                log.warning("refusing a KV link: %s", exc)
+                sock.close()
+            else:
+                self._on_link(link)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes accept
+        self._thread.join(timeout=5)
+        self._sock.close()
+
+
+class ShmReceiverLink(StreamLink):
+    """The decode worker's end: shares the memory and watches the lifeline."""
+
+    one_sided = True
+
+    def __init__(self, sock: socket.socket, peer: str, memory: SharedMemory, layout: wire.Memory) -> None:
+        super().__init__(sock, peer)
+        self._memory = memory
+        self._layout = layout
+        self._lifeline = -1
+
+    def share(self, *, deadline: float) -> None:
+        self._lifeline, theirs = os.pipe()
+        try:
+            socket.send_fds(self._sock, [b"\0"], [self._memory.fileno(), theirs])
+        except OSError as exc:
+            raise PeerLost(f"cannot pass the cache memory to {self.peer}: {exc}") from exc
+        finally:
+            os.close(theirs)
+        self.send(self._layout, deadline=deadline)
+
+    def fenced(self, timeout_s: float) -> bool:
+        if self._lifeline < 0:
+            return True  # nothing was shared
+        poll = select.poll()
+        poll.register(self._lifeline, 0)  # a hang-up is always reported
+        return bool(poll.poll(timeout_s * 1000))
+
+    def close(self) -> None:
+        super().close()
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+
+
+class ShmSenderLink(StreamLink):
+    """The prefill worker's end: writes into the memory that it was given."""
+
+    one_sided = True
+
+    def __init__(self, sock: socket.socket, peer: str, regions: Sequence[Region]) -> None:
+        super().__init__(sock, peer)
+        self._row_bytes = [region.row_bytes for region in regions]
+        self._memory: MappedMemory | None = None
+        self._lifeline = -1
+        self._offsets: tuple[int, ...] = ()
+        self._num_rows: tuple[int, ...] = ()
+
+    def attach(self, *, deadline: float) -> None:
+        self._wait(select.POLLIN, deadline)
+        try:
+            _, descriptors, _, _ = socket.recv_fds(self._sock, 1, 2, socket.MSG_CMSG_CLOEXEC)
+        except OSError as exc:
+            raise self._lost(exc) from exc
+        try:
+            if len(descriptors) != 2:
+                raise PeerLost(f"{self.peer} passed {len(descriptors)} descriptors instead of 2")
+            layout = self.receive(deadline=deadline).message
+            if not isinstance(layout, wire.Memory):
+                raise PeerLost(f"{self.peer} sent {type(layout).__name__} instead of Memory")
+            self._map(descriptors[0], layout)
+            self._lifeline = descriptors.pop()
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _map(self, descriptor: int, layout: wire.Memory) -> None:
+        self._offsets = wire.unpack_u64(layout.offsets)
+        self._num_rows = wire.unpack_u32(layout.num_rows)
+        if not len(self._offsets) == len(self._num_rows) == len(self._row_bytes):
+            raise PeerLost(f"{self.peer} shares {len(self._offsets)} regions; {len(self._row_bytes)} are expected")
+        try:
+            self._memory = MappedMemory(descriptor, layout.size)
+        except (OSError, ValueError) as exc:
+            raise PeerLost(f"cannot map the cache memory of {self.peer}: {exc}") from exc
+
+    def write(self, region: int, row: int, source: memoryview) -> None:
+        row_bytes = self._row_bytes[region]
+        if self._memory is None or not 0 <= row < self._num_rows[region] or source.nbytes != row_bytes:
+            raise wire.Malformed(f"row {row} of region {region} with {source.nbytes} bytes")
+        self._memory.write(self._offsets[region] + row * row_bytes, source)
+
+    def close(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+        if self._lifeline >= 0:
+            os.close(self._lifeline)  # only now: this tells the receiver that its rows are safe
+            self._lifeline = -1
+        super().close()
+
+
+def this_host() -> str:
+    """The boot id: the same for every process under one running kernel, and for no others."""
+    return _BOOT_ID.read_text().strip()
+
+
+def parse_endpoint(endpoint: str) -> tuple[str, str]:
+    """(boot id, socket name); PeerLost when it is no such thing."""
+    match = _ENDPOINT.fullmatch(endpoint)
+    if match is None:
+        raise PeerLost(f"{endpoint!r} is not a shm endpoint (shm://boot id/name)")
+    return match[1], match[2]
+
+
+def _address(name: str) -> str:
+    return f"\0twinpool-kv-{name}"
+
+
+def _check_user(sock: socket.socket) -> int:
+    """The pid of the other end. PermissionError when it runs as another user, like on a socket of mode 0600."""
+    packed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, _ = _CREDENTIALS.unpack(packed)
+    if user != os.geteuid():
+        raise PermissionError(errno.EACCES, f"the other end runs as user {user}, this process as {os.geteuid()}")
+    return int(pid)

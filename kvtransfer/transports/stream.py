@@ -1,0 +1,163 @@
+"""Messages over one connected stream socket, the payload of each in band behind its header.
+
+The sender's sendmsg gathers straight from its cache memory, the receiver's recvmsg_into scatters straight into its own:
+no copy in user space on either side. What kind of socket it is, and what else a link does, is its transport's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+
+from kvtransfer import wire
+from twinpool.errors import PeerLost, TransferTimeout
+
+MAX_SILENCE_S = 300  # a receiver's longest wait for the next byte; senders close idle links long before
+_IOV_MAX = os.sysconf("SC_IOV_MAX")
+_SCRATCH_BYTES = 256 << 10
+
+
+class StreamLink:
+    """One connection. The socket stays in blocking mode; calls that must not wait say so one by one (MSG_DONTWAIT)."""
+
+    one_sided = False
+
+    def __init__(self, sock: socket.socket, peer: str) -> None:
+        self.peer = peer
+        self._sock = sock
+        self._unsent: deque[memoryview] = deque()
+        self._replies = wire.FrameBuffer()
+        self._scratch: memoryview | None = None
+        self._closing = threading.Lock()
+        self._whole = threading.Lock()  # held while `send` sends one message: it may be called from several threads
+        sock.settimeout(None)
+        # The kernel's own timeout, unlike settimeout, costs no poll before every call and lets MSG_WAITALL work.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", MAX_SILENCE_S, 0))
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def start(self, message: wire.Message, payload: Sequence[memoryview] = ()) -> None:
+        size = sum(map(len, payload))
+        self._unsent.append(memoryview(wire.encode(message, size)))
+        self._unsent.extend(payload)
+
+    def advance(self) -> bool:
+        while self._unsent:
+            try:
+                sent = self._sock.sendmsg(list(islice(self._unsent, _IOV_MAX)), (), socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return False
+            except OSError as exc:
+                raise self._lost(exc) from exc
+            _consume(self._unsent, sent)
+        return True
+
+    def send(self, message: wire.Message, payload: Sequence[memoryview] = (), *, deadline: float) -> None:
+        with self._whole:
+            self.start(message, payload)
+            while not self.advance():
+                self._wait(select.POLLOUT, deadline)
+
+    def receive(self, *, deadline: float | None = None) -> wire.Frame:
+        prefix = wire.parse_prefix(self._read(wire.PREFIX_BYTES, deadline))
+        message = wire.parse_header(prefix.kind, self._read(prefix.header_bytes, deadline))
+        return wire.Frame(message, prefix.payload_bytes)
+
+    def fill(self, destination: Sequence[memoryview]) -> None:
+        unfilled = deque(destination)
+        while unfilled:
+            try:
+                received = self._sock.recvmsg_into(list(islice(unfilled, _IOV_MAX)), 0, socket.MSG_WAITALL)[0]
+            except OSError as exc:
+                raise self._lost(exc) from exc
+            if not received:
+                raise PeerLost(f"{self.peer} closed the link in the middle of a frame")
+            _consume(unfilled, received)
+
+    def skip(self, num_bytes: int) -> None:
+        if self._scratch is None:
+            self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        while num_bytes:
+            piece = self._scratch[: min(num_bytes, _SCRATCH_BYTES)]
+            self.fill([piece])
+            num_bytes -= len(piece)
+
+    def receive_ready(self) -> list[wire.Message]:
+        try:
+            data = self._sock.recv(wire.MAX_HEADER_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return []
+        except OSError as exc:
+            raise self._lost(exc) from exc
+        if not data:
+            raise PeerLost(f"{self.peer} closed the link")
+        return self._replies.feed(data)
+
+    def share(self, *, deadline: float) -> None:
+        """Rows travel in band: there is nothing to share."""
+
+    def attach(self, *, deadline: float) -> None:
+        """Rows travel in band: there is nothing to attach to."""
+
+    def write(self, region: int, row: int, source: memoryview) -> None:
+        raise TypeError("rows travel in band on this link")
+
+    def fenced(self, timeout_s: float) -> bool:
+        """The receiver does the writing: once the link is cut no byte can land."""
+        return True
+
+    def cut(self) -> None:
+        with self._closing, contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._unsent.clear()
+        with self._closing:  # or `cut` could shut down whoever gets this descriptor next
+            self._sock.close()
+
+    def _read(self, num_bytes: int, deadline: float | None) -> bytearray:
+        data = bytearray(num_bytes)
+        view = memoryview(data)
+        while view:
+            if deadline is not None:
+                self._wait(select.POLLIN, deadline)
+            try:
+                received = self._sock.recv_into(
+                    view, 0, socket.MSG_WAITALL if deadline is None else socket.MSG_DONTWAIT
+                )
+            except OSError as exc:
+                raise self._lost(exc) from exc
+            if not received:
+                raise PeerLost(f"{self.peer} closed the link")
+            view = view[received:]
+        return data
+
+    def _wait(self, event: int, deadline: float) -> None:
+        poll = select.poll()
+        poll.register(self._sock, event)
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise TransferTimeout(f"{self.peer} did not answer in time")
+
+    def _lost(self, error: OSError) -> PeerLost:
+        if isinstance(error, BlockingIOError):
+            return PeerLost(f"{self.peer} was silent for {MAX_SILENCE_S} s")
+        return PeerLost(f"the link to {self.peer} broke: {error}")
+
+
+def _consume(pieces: deque[memoryview], num_bytes: int) -> None:
+    """Drops the first `num_bytes` bytes of `pieces`."""
+    while num_bytes:
+        first = pieces.popleft()
+        if num_bytes < len(first):
+            pieces.appendleft(first[num_bytes:])
+            return
+        num_bytes -= len(first)
