@@ -15,7 +15,8 @@ from decode.metrics import DecodeMetrics, ReceiverMetrics
 from decode.server import DecodeServer, decode_note
 from decode.worker import Worker, regions
 from engine.engine import Engine
-from kvtransfer import KvReceiver
+from engine.kv_cache import Allocate
+from kvtransfer import KvReceiver, cache_memory
 from service import cores, log, metrics
 from service.address import advertised, split
 from service.config import load, run_main
@@ -42,14 +43,19 @@ def main() -> None:
 
 async def _serve(config: DecodeConfig, stop: asyncio.Event) -> None:
     warn_if_open(logger, config.host, config.cluster_key)
-    engine = _load(config)
+    memory = cache_memory(config.kv_transport)
+    engine = _load(config, None if memory is None else memory.allocate)
     registry = metrics.new_registry()
     async with AsyncExitStack() as closing:  # in reverse order
+        if memory is not None:
+            closing.callback(memory.close)
         figures = DecodeMetrics(registry)
         receiver = KvReceiver(
             regions(engine.cache),
             fingerprint=engine.fingerprint,
             cluster_key=config.cluster_key,
+            transport=config.kv_transport,
+            memory=memory,
             host=config.kv_host or config.host,
             port=config.kv_port,
             advertise=_kv_advertise(config),
@@ -91,7 +97,7 @@ async def _serve(config: DecodeConfig, stop: asyncio.Event) -> None:
         await until_idle(lambda: worker.num_open, config.drain_timeout)
 
 
-def _load(config: DecodeConfig) -> Engine:
+def _load(config: DecodeConfig, allocate: Allocate | None) -> Engine:
     return Engine.load(
         Path(config.model),
         backend=config.backend,
@@ -100,6 +106,7 @@ def _load(config: DecodeConfig) -> Engine:
         block_size=config.block_size,
         memory_bytes=config.memory,
         threads=config.threads or len(os.sched_getaffinity(0)),
+        allocate=allocate,
     )
 
 

@@ -15,6 +15,9 @@ class DecodeConfig(WorkerConfig):
     )
     kv_host: str = option("", help="address to receive KV blocks on; empty: the gRPC server's")
     kv_port: int = option(7073, help="port for it; 0 picks a free one", unit="port", minimum=0, maximum=65535)
+    kv_transport: str = option(
+        "auto", help="how KV blocks travel; auto: shm on one host, else tcp", choices=("auto", "shm", "tcp")
+    )
     kv_advertise: str = option("", help="HOST or HOST:PORT that prefill workers reach it at; empty: found out")
     model: str = option("", help="Hugging Face directory with config.json and safetensors", unit="path")
     model_name: str = option("", help="served name; empty: the directory's name")

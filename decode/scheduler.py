@@ -12,7 +12,8 @@ Life of a request here:
     then latest) is swapped out; `tick` brings the most senior back first. When the swap area is full too, its request
     ends as PREEMPTED: the router prefills it again with the tokens it has.
  5. `advance` takes the step's tokens; a sequence gives its rows back with its last token.
- 6. `_end` is the only way out, from any phase: every row is free before Ended is emitted, exactly once.
+ 6. `_end` is the only way out, from any phase: every row is free before Ended is emitted, exactly once. Only rows that
+    a sender might still write into (it is frozen, or hangs) wait in quarantine until `fenced`.
 
 A plain class without threads or clocks; the device thread owns it. rows.py knows who holds which rows.
 """
@@ -134,6 +135,10 @@ class Scheduler:
         if generation.phase is Phase.RESERVED:
             self._metrics.transfer_failures.labels(type(error).__name__).inc()
             self._end(generation, Reason.TRANSFER_FAILED, error)
+
+    def fenced(self, generation: Generation) -> None:
+        """The request ended while a sender might still write into its rows; it does not any more."""
+        self._rows.free(generation)
 
     def cancel(self, request_id: str, attempt: int, choice: int | None = None) -> None:
         """Ends the request, or one of its choices. Unknown ones are ignored."""
@@ -288,10 +293,12 @@ class Scheduler:
             return
         if generation.phase is Phase.WAITING:
             self._waiting = [entry for entry in self._waiting if entry[1] is not generation]
+        fenced = True
         if generation.phase is Phase.RESERVED and generation.reservation is not None:
-            generation.reservation.release()  # from here on no byte lands in its rows
+            fenced = generation.reservation.release()
         generation.phase = Phase.ENDED
-        self._rows.free(generation)
+        if fenced:  # no byte lands in its rows any more
+            self._rows.free(generation)
         self._forget(generation)
         decode_s = generation.last_token_at - generation.committed_at
         if generation.committed_at:

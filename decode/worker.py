@@ -199,6 +199,7 @@ class Worker:
             timeout_s=timeout_s,
             on_commit=lambda commit: self._inbox.put(partial(self._committed, generation, commit)),
             on_failed=lambda error: self._inbox.put(partial(self._scheduler.transfer_failed, generation, error)),
+            on_fenced=lambda: self._inbox.put(partial(self._scheduler.fenced, generation)),
         )
 
     def _committed(self, generation: Generation, commit: Commit) -> None:

@@ -50,6 +50,7 @@ async def _serve(config: PrefillConfig, stop: asyncio.Event) -> None:
             regions(engine.cache),
             fingerprint=engine.fingerprint,
             cluster_key=config.cluster_key,
+            transport=config.kv_transport,
             metrics=SenderMetrics(figures),
             faults=Faults.parse(config.kv_faults),
         )

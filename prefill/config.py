@@ -18,6 +18,9 @@ class PrefillConfig(WorkerConfig):
     model_name: str = option("", help="served name; empty: the directory's name")
     backend: str = option("cpu", help="operators to run on", choices=("cpu", "reference"))
     dtype: str = option("bf16", help="of weights and activations", choices=("bf16", "fp32"))
+    kv_transport: str = option(
+        "auto", help="how KV blocks travel; auto: shm on one host, else tcp", choices=("auto", "shm", "tcp")
+    )
     kv_dtype: str = option("int8", help="what the cache stores and ships", choices=("int8", "bf16", "fp32"))
     block_size: int = option(64, help="tokens in one cache row; the same on every worker", unit="tokens", minimum=1)
     memory: Size = option(Size(1 << 30), help="KV cache, beside the weights, or a fraction of the memory", unit="bytes")

@@ -28,9 +28,11 @@ class FakeReservation:
     block_ids: list[int]
     target: bytes = b"target"
     released: bool = False
+    fenced: bool = True  # what release finds: no byte can land any more
 
-    def release(self) -> None:
+    def release(self) -> bool:
         self.released = True
+        return self.fenced
 
 
 class Router:
@@ -367,3 +369,14 @@ def test_cancel_of_every_choice_ends_the_request(desk: Desk) -> None:
     for choice in (1, 0, 0):
         desk.scheduler.cancel("b", 1, choice)
     assert desk.reason("b") is Reason.FINISHED
+
+
+def test_rows_that_a_sender_might_still_write_are_kept_until_it_does_not(desk: Desk) -> None:
+    desk.submit("a")
+    held = desk.rows - desk.blocks.num_free
+    desk.reservations["a"].fenced = False
+    desk.scheduler.cancel("a", 1)
+    assert isinstance(desk.events[-1][2], Ended)
+    assert desk.rows - desk.blocks.num_free == held > 0
+    desk.scheduler.fenced(desk.reservations["a"].generation)
+    assert desk.blocks.num_free == desk.rows
