@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from router.choice import Delta
-from router.detokenizer import TokenBytes
 from router.front_door import FrontDoor, Question
 from router.pools import Worker
 from router.request import Request
@@ -26,10 +25,11 @@ class RouterServer(RouterServicer):
     async def Generate(self, message: v1.GenerateRequest, context: Any) -> v1.GenerateResponse:
         async with self._front_door.open(_question(message, context)) as request:
             deltas = await request.finish()
+            logprobs = _Logprobs(request)
             return v1.GenerateResponse(
                 request_id=request.ask.request_id,
                 model=self._front_door.card.name,
-                choices=[_choice(delta, request) for delta in deltas],
+                choices=[_choice(delta, logprobs) for delta in deltas],
                 usage=_usage(request),
                 timeline=_timeline(request),
             )
@@ -39,7 +39,8 @@ class RouterServer(RouterServicer):
         async with self._front_door.open(_question(message, context)) as request:
             request_id = request.ask.request_id
             async for deltas in request.deltas():
-                choices = [_choice_delta(delta, request) for delta in deltas]
+                logprobs = _Logprobs(request)
+                choices = [_choice_delta(delta, logprobs) for delta in deltas]
                 await context.write(v1.GenerateChunk(request_id=request_id, choices=choices))
             await context.write(
                 v1.GenerateChunk(request_id=request_id, usage=_usage(request), timeline=_timeline(request))
@@ -105,39 +106,46 @@ def _messages(chat: v1.Chat) -> list[dict[str, str]]:
     return [{"role": message.role, "content": message.content} for message in chat.messages]
 
 
-def _choice(delta: Delta, request: Request) -> v1.Choice:
+def _choice(delta: Delta, logprobs: _Logprobs) -> v1.Choice:
     return v1.Choice(
         index=delta.index,
         text=delta.text,
         token_ids=[token.token_id for token in delta.tokens],
-        logprobs=_logprobs(delta.tokens, request),
+        logprobs=logprobs.of(delta.tokens),
         finish_reason=delta.finish_reason,  # type: ignore[arg-type]  # the enum's numbers are FinishReason's
     )
 
 
-def _choice_delta(delta: Delta, request: Request) -> v1.ChoiceDelta:
+def _choice_delta(delta: Delta, logprobs: _Logprobs) -> v1.ChoiceDelta:
     return v1.ChoiceDelta(
         index=delta.index,
         text=delta.text,
         token_ids=[token.token_id for token in delta.tokens],
-        logprobs=_logprobs(delta.tokens, request),
+        logprobs=logprobs.of(delta.tokens),
         finish_reason=delta.finish_reason,  # type: ignore[arg-type]  # the enum's numbers are FinishReason's
     )
 
 
-def _logprobs(tokens: Sequence[Token], request: Request) -> list[v1.TokenLogprob] | None:
-    if request.ask.sampling.logprobs is None:
-        return None
-    return [_token_logprob(token, request.vocabulary) for token in tokens]
+class _Logprobs:
+    """The logprobs of one message. Choices that echo share the prompt's tokens: each is built once, not n times."""
 
+    def __init__(self, request: Request) -> None:
+        self._wanted = request.ask.sampling.logprobs is not None
+        self._own = request.vocabulary.own
+        self._built: dict[int, v1.TokenLogprob] = {}  # by id of the token, which the message's deltas keep alive
 
-def _token_logprob(token: Token, vocabulary: TokenBytes) -> v1.TokenLogprob:
-    return v1.TokenLogprob(
-        token_id=token.token_id,
-        logprob=token.logprob,
-        text=vocabulary.own[token.token_id],
-        top=[v1.TopLogprob(token_id=each, logprob=value, text=vocabulary.own[each]) for each, value in token.top],
-    )
+    def of(self, tokens: Sequence[Token]) -> list[v1.TokenLogprob] | None:
+        return [self._built.get(id(token)) or self._build(token) for token in tokens] if self._wanted else None
+
+    def _build(self, token: Token) -> v1.TokenLogprob:
+        own = self._own
+        built = self._built[id(token)] = v1.TokenLogprob(
+            token_id=token.token_id,
+            logprob=token.logprob,
+            text=own[token.token_id],
+            top=[v1.TopLogprob(token_id=each, logprob=value, text=own[each]) for each, value in token.top],
+        )
+        return built
 
 
 def _usage(request: Request) -> v1.Usage:

@@ -112,6 +112,15 @@ async def test_logprobs_and_echo(api: Api, pair: Deployment) -> None:
     assert result.usage.completion_tokens == 3
 
 
+async def test_every_choice_echoes_the_prompt_with_its_logprobs(api: Api, pair: Deployment) -> None:
+    result = await api.generate([72, 105], max_tokens=3, logprobs=2, echo=True, n=3)
+    first, *others = [list(choice.logprobs) for choice in result.choices]
+    assert [entry.token_id for entry in first[:2]] == [72, 105]
+    for choice, entries in enumerate(others, start=1):
+        assert entries[:2] == first[:2]
+        assert [entry.token_id for entry in entries[2:]] == answer([72, 105], 3, choice)
+
+
 async def test_streamed_first_token_has_logprobs(api: Api, pair: Deployment) -> None:
     stream = api.stream(PROMPT, max_tokens=3, logprobs=5)
     first = await anext(stream)
