@@ -27,7 +27,7 @@ from twinpool.errors import PeerLost, TransferFailed, TransferTimeout, TwinpoolE
 
 log = logging.getLogger(__name__)
 
-FRAME_BYTES = 2 << 20  # rows are put into one frame up to this size (one row at least)
+FRAME_BYTES = 4 << 20  # rows are put into one frame up to this size (one row at least)
 FRAME_GRACE_S = 2.0  # a frame whose push has ended may take this long to leave before the link is cut
 IDLE_S = 60.0  # a link without pushes is closed after this long
 
