@@ -4,8 +4,8 @@ Run: python -m bench.transfer [--seconds S]
 
 Every round measures, one after the other, for each row size: a memory copy of scattered rows (one thread), a raw TCP
 socket that gathers and scatters the same rows without any protocol or checksum, and a whole transfer (reserve, push,
-verify, commit). The table shows medians over the rounds, with the CPU seconds of both ends; the last line is one JSON
-object.
+verify, commit) over each transport. The table shows medians over the rounds, with the CPU seconds of both ends; the
+last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -21,27 +21,32 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Any
 
 from bench.machine import describe
-from kvtransfer import Commit, KvReceiver, KvSender, PushResult, Region
+from kvtransfer import Commit, KvReceiver, KvSender, PushResult, Region, SharedMemory, wire
+from kvtransfer.outbound import FRAME_BYTES
 from twinpool.errors import TransferFailed
 
 ROW_SIZES = {"256k": 256 << 10, "1m": 1 << 20}
 MOVED_BYTES = 64 << 20  # in one measurement
+TRANSPORTS = ("shm", "tcp")
 NUM_LAYERS = 4
+HEAD_DIM = 128
 PATIENCE_S = 60.0
 FINGERPRINT = "bench"
 
 
-def make_regions(row_bytes: int) -> list[Region]:
+def make_regions(row_bytes: int, memory: SharedMemory | None = None) -> list[Region]:
     """Twice as many rows as travel, so that they can be scattered. All pages are touched."""
-    num_rows = 2 * MOVED_BYTES // NUM_LAYERS // row_bytes
-    pattern = os.urandom(row_bytes)
+    size = 2 * MOVED_BYTES // NUM_LAYERS
+    whole = memory.allocate(NUM_LAYERS * size) if memory is not None else memoryview(bytearray(NUM_LAYERS * size))
+    whole[:] = os.urandom(row_bytes) * (len(whole) // row_bytes)
     return [
-        Region(name=f"layer.{layer}", group="kv", buffer=memoryview(bytearray(pattern * num_rows)), row_bytes=row_bytes)
+        Region(name=f"layer.{layer}", group="kv", buffer=whole[layer * size : (layer + 1) * size], row_bytes=row_bytes)
         for layer in range(NUM_LAYERS)
     ]
 
@@ -72,8 +77,9 @@ class Control:
 
 def receiving_process(control: Control) -> None:
     """Serves the other end of every measurement on command."""
-    regions = {name: make_regions(size) for name, size in ROW_SIZES.items()}
-    receivers = {name: KvReceiver(regions[name], fingerprint=FINGERPRINT) for name in ROW_SIZES}
+    memories = {name: SharedMemory() for name in ROW_SIZES}
+    regions = {name: make_regions(size, memories[name]) for name, size in ROW_SIZES.items()}
+    receivers = {name: KvReceiver(regions[name], fingerprint=FINGERPRINT, memory=memories[name]) for name in ROW_SIZES}
     for receiver in receivers.values():
         receiver.start()
     listener = socket.create_server(("127.0.0.1", 0))
@@ -127,7 +133,11 @@ class Bench:
     def __init__(self, control: Control) -> None:
         self._control = control
         self._regions = {name: make_regions(size) for name, size in ROW_SIZES.items()}
-        self._senders = {name: KvSender(self._regions[name], fingerprint=FINGERPRINT) for name in ROW_SIZES}
+        self._senders = {
+            (transport, name): KvSender(self._regions[name], fingerprint=FINGERPRINT, transport=transport)
+            for transport in TRANSPORTS
+            for name in ROW_SIZES
+        }
         self._raw = socket.create_connection(("127.0.0.1", control.receive()))
         self._raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._copy = {name: make_regions(size) for name, size in ROW_SIZES.items()}
@@ -150,7 +160,7 @@ class Bench:
         self._raw.recv(1)
         return time.perf_counter() - begun
 
-    def transfer(self, name: str) -> float:
+    def transfer(self, transport: str, name: str) -> float:
         self._control.send(("transfer", name, self._seed))
         target = bytes.fromhex(self._control.receive())
         rows = scattered(self._regions[name], self._seed)
@@ -162,7 +172,7 @@ class Bench:
             ended.set()
 
         begun = time.perf_counter()
-        push = self._senders[name].open(target, request_id="bench", attempt=self._seed, timeout_s=PATIENCE_S)
+        push = self._senders[transport, name].open(target, request_id="bench", attempt=self._seed, timeout_s=PATIENCE_S)
         for layer in range(NUM_LAYERS):
             push.put(layer, range(len(rows)), rows)
         push.commit(b"", end)
@@ -174,10 +184,11 @@ class Bench:
 
     def round(self, name: str) -> dict[str, Sample]:
         """Every contender once."""
-        self._seed += 2
-        contenders = {"memcpy": self.memcpy, "socket": self.raw, "transfer": self.transfer}
+        contenders: dict[str, Callable[[str], float]] = {"memcpy": self.memcpy, "socket": self.raw}
+        contenders |= {transport: partial(self.transfer, transport) for transport in TRANSPORTS}
         samples = {}
         for kind, measure in contenders.items():
+            self._seed += 2
             cpu = self._cpu_seconds()
             seconds = measure(name)
             samples[kind] = Sample(seconds=seconds, cpu_seconds=self._cpu_seconds() - cpu)
@@ -222,6 +233,30 @@ def main() -> None:
     report(rounds)
 
 
+def wire_bytes_ratio() -> float:
+    """All bytes that a link sends for a layer of 2,048 tokens in int8, over the bytes of its rows in bf16.
+
+    A row is a block of 64 tokens: int8 keys and values, one fp16 scale for each token and head of both.
+    """
+    tokens, block, heads = 2048, 64, 8
+    row_bytes = 2 * block * heads * (HEAD_DIM + 2)
+    rows_left, sent = tokens // block, 0
+    while rows_left:
+        num_rows = min(rows_left, FRAME_BYTES // row_bytes)
+        put = wire.Put(
+            push=1,
+            token=bytes(wire.TOKEN_BYTES),
+            request_id="-" * 36,
+            attempt=1,
+            region=1,
+            positions=wire.pack_u32(range(num_rows)),
+            checksums=wire.pack_u64(range(num_rows)),
+        )
+        sent += len(wire.encode(put, num_rows * row_bytes)) + num_rows * row_bytes
+        rows_left -= num_rows
+    return sent / (tokens * heads * HEAD_DIM * 2 * 2)
+
+
 def report(rounds: dict[str, list[dict[str, Sample]]]) -> None:
     print(
         f"{MOVED_BYTES >> 20} MiB of scattered rows, {len(rounds['1m'])} rounds, "
@@ -230,20 +265,25 @@ def report(rounds: dict[str, list[dict[str, Sample]]]) -> None:
     print(f"{'rows':>5} {'':>10} {'GB/s':>7} {'CPU s/GB':>9} {'of socket':>10} {'of memcpy':>10}")
     result: dict[str, object] = {"bench": "transfer", **describe()}
     for name in ROW_SIZES:
-        for kind in ("memcpy", "socket", "transfer"):
+        for kind in ("memcpy", "socket", *TRANSPORTS):
             speed = statistics.median(samples[kind].gb_per_s for samples in rounds[name])
             cpu = statistics.median(samples[kind].cpu_s_per_gb for samples in rounds[name])
-            ratios = [
-                statistics.median(samples[limit].seconds / samples[kind].seconds for samples in rounds[name])
+            ratios = {
+                limit: statistics.median(samples[limit].seconds / samples[kind].seconds for samples in rounds[name])
                 for limit in ("socket", "memcpy")
-            ]
-            print(f"{name:>5} {kind:>10} {speed:7.2f} {cpu:9.3f} {ratios[0]:10.2f} {ratios[1]:10.2f}")
-        result |= {
-            f"tcp_socket_ratio_{name}": round(ratios[0], 3),
-            f"tcp_memcpy_ratio_{name}": round(ratios[1], 3),
-            f"tcp_gb_per_s_{name}": round(speed, 3),
-            f"tcp_cpu_s_per_gb_{name}": round(cpu, 3),
-        }
+            }
+            print(f"{name:>5} {kind:>10} {speed:7.2f} {cpu:9.3f} {ratios['socket']:10.2f} {ratios['memcpy']:10.2f}")
+            if kind in TRANSPORTS:
+                result |= {f"{kind}_{limit}_ratio_{name}": round(ratio, 3) for limit, ratio in ratios.items()}
+            result |= {f"{kind}_gb_per_s_{name}": round(speed, 3), f"{kind}_cpu_s_per_gb_{name}": round(cpu, 3)}
+    wire_ratio = wire_bytes_ratio()
+    print(f"bytes on the wire with int8, headers included: {wire_ratio:.4f} of bf16's rows (head size {HEAD_DIM})")
+    result |= {
+        "wire_bytes_ratio": round(wire_ratio, 4),
+        "tcp_vs_mooncake": None,  # no such transport yet
+        "tcp_vs_nixl": None,
+        "ttft_transfer_share_2048": None,  # bench.online measures whole requests
+    }
     print(json.dumps(result))
 
 
