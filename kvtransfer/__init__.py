@@ -15,8 +15,12 @@ It knows regions (preallocated arrays), rows (fixed-size pieces of them) and byt
     written, lets the bytes go straight into the reserved rows, and verifies each row's checksum there.
  6. `Push.commit(note, on_done)` sends row counts and a digest over everything. The receiver checks that every expected
     (region, position) arrived exactly once, calls `on_commit(Commit)` with the note, and acknowledges: `on_done`.
- 7. The sender's rows are free once `push.closed` is set, the receiver's once `Reservation.release()` has returned: from
-    then on no byte of this transfer can land.
+ 7. The sender's rows are free once `push.closed` is set, the receiver's once `Reservation.release()` has returned True:
+    from then on no byte of this transfer can land.
+
+On one host the sender copies the rows straight into the receiver's memory (transports/shm.py): it first asks which rows
+a push may write, and says when it writes no more. Until it has said so, or is gone, `release()` returns False and the
+rows stay in quarantine. A `KvReceiver` offers what it can, best first, and a `KvSender` takes the first that connects.
 
 Anything else ends both sides, each exactly once, typed: an expired, used or foreign reservation (ReservationGone), a
 deadline (TransferTimeout), a broken link (PeerLost, for all pushes on it), other bytes (ChecksumMismatch), wrong or

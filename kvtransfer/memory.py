@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import logging
 import mmap
 import os
 
 from twinpool.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 class SharedMemory:
@@ -59,9 +62,20 @@ class SharedMemory:
 
 
 def cache_memory(transport: str) -> SharedMemory | None:
-    """What a receiver's cache has to be allocated from for the transport of that name; None: any memory will do."""
-    wanted = transport == "shm" or (transport == "auto" and hasattr(os, "memfd_create"))
-    return SharedMemory() if wanted else None
+    """What a receiver's cache has to be allocated from for the transport of that name; None: any memory will do.
+
+    Raises ConfigError when "shm" is asked for and this system has no such memory.
+    """
+    if transport not in ("auto", "shm"):
+        return None
+    try:
+        os.close(os.memfd_create("probe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    except (AttributeError, OSError) as exc:
+        if transport == "shm":
+            raise ConfigError(f"--kv-transport shm needs memfd_create, which fails here: {exc}; choose tcp") from exc
+        log.info("the cache cannot be shared with other processes: %s", exc)
+        return None
+    return SharedMemory()
 
 
 class MappedMemory:

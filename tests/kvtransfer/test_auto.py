@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtransfer import KvSender, transports
+from kvtransfer import KvSender, SharedMemory, cache_memory, transports
 from kvtransfer.transports import shm
-from tests.kvtransfer.peers import FINGERPRINT, KEY, Pair, make_regions
+from tests.kvtransfer.peers import FINGERPRINT, KEY, Pair, eventually, make_regions
 from twinpool.errors import ConfigError, PeerLost
 
 
@@ -73,8 +73,7 @@ def test_a_sender_that_is_told_a_transport_takes_no_other(pair: Pair) -> None:
         assert one_sided(pair) == expected
         sender.close()
         reservation.release()
-        while pair.receiver._links:
-            pass
+        eventually(lambda: not pair.receiver._links)
 
 
 def test_a_receiver_without_the_transport_that_a_sender_must_use_is_an_error(pair: Pair) -> None:
@@ -93,3 +92,17 @@ def test_a_transport_that_is_not_there_is_a_config_error_at_start(pair: Pair, mo
     with pytest.raises(ConfigError, match="'shm' is configured but 'none'"):
         KvSender(pair.source, fingerprint=FINGERPRINT, transport="shm")
     assert list(transports.choose("auto")) == ["tcp"]
+
+
+def test_a_system_without_shareable_memory(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, flags: int) -> int:
+        raise PermissionError("memfd_create is forbidden")
+
+    caplog.set_level(logging.INFO, "kvtransfer")
+    assert isinstance(cache_memory("auto"), SharedMemory)
+    monkeypatch.setattr("os.memfd_create", refuse)
+    assert cache_memory("auto") is None
+    assert "forbidden" in caplog.text
+    assert cache_memory("tcp") is None
+    with pytest.raises(ConfigError, match="forbidden"):
+        cache_memory("shm")
