@@ -121,6 +121,18 @@ class WorkerConfig(ProcessConfig):
 
     routers: tuple[str, ...] = option(("127.0.0.1:7070",), help="routers to register with", unit="HOST:PORT,...")
     worker_id: str = option("", help="unique in the deployment; empty: POOL-HOST:PORT of the advertised address")
+    model: str = option("", help="Hugging Face directory with config.json and safetensors", unit="path")
+    model_name: str = option("", help="served name; empty: the directory's name")
+    backend: str = option("cpu", help="operators to run on", choices=("cpu", "reference"))
+    dtype: str = option("bf16", help="of weights and activations", choices=("bf16", "fp32"))
+    kv_dtype: str = option("int8", help="what the cache stores and ships", choices=("int8", "bf16", "fp32"))
+    kv_transport: str = option(
+        "auto", help="how KV blocks travel; auto: shm on one host, else tcp", choices=("auto", "shm", "tcp")
+    )
+    block_size: int = option(64, help="tokens in one cache row; the same on every worker", unit="tokens", minimum=1)
+    memory: Size = option(Size(1 << 30), help="KV cache, beside the weights, or a fraction of the memory", unit="bytes")
+    threads: int = option(0, help="compute threads; 0 takes one a core", unit="threads", minimum=0, maximum=1024)
+    cores: str = option("", help='CPU cores to run on, as in "0-3,8"; empty: all', unit="cores")
 
 
 def load(
