@@ -26,9 +26,9 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 
 def module_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Our environment, with which `module_command` finds our packages."""
+    """Our environment, with which `module_command` finds our packages, and gRPC's core writes nothing into the logs."""
     path = os.pathsep.join(filter(None, [str(_PACKAGES), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, **(extra or {}), "PYTHONPATH": path}
+    return {"GRPC_VERBOSITY": "ERROR", **os.environ, **(extra or {}), "PYTHONPATH": path}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
