@@ -81,9 +81,11 @@ async def _serve(config: DecodeConfig, stop: asyncio.Event) -> None:
         serving = await serve([service], host=config.host, port=config.port, cluster_key=config.cluster_key)
         closing.push_async_callback(serving.stop, grace_s=1)
         address = advertised(config.advertise, config.host, serving.port, towards=next(iter(config.routers), ""))
+        info = _info(config, engine, address, worker.max_context)
+        log.setup(config.log_level, "decode", info.worker_id)  # by now it has one, and its lines say so
         registration = Registration(
             routers=config.routers,
-            info=_info(config, engine, address, worker.max_context),
+            info=info,
             load=server.load,
             cluster_key=config.cluster_key,
         )
