@@ -108,6 +108,13 @@ def test_chat_keeps_history_clears_and_exits(run: Run, router: FakeRouter) -> No
     ]
 
 
+def test_chat_samples_calmly_unless_told_otherwise(run: Run, router: FakeRouter) -> None:
+    run("chat", stdin="one\n")
+    run("chat", "--temperature", "1.5", stdin="one\n")
+    assert [round(request.sampling.temperature, 3) for request in router.requests] == [0.6, 1.5]
+    assert [round(request.sampling.top_p, 3) for request in router.requests] == [0.9, 0.9]
+
+
 def test_chat_from_a_pipe_ends_at_the_first_error(run: Run, router: FakeRouter) -> None:
     router.fail_with = [errors.InvalidRequest("messages are too long")]
     status, out, err = run("chat", stdin="one\ntwo\n")
