@@ -8,7 +8,6 @@ step together. An exception in a step ends the requests of that step only.
 from __future__ import annotations
 
 import logging
-import queue
 import secrets
 import threading
 import time
@@ -26,6 +25,7 @@ from engine.engine import Engine
 from engine.kv_cache import KvCache
 from engine.sampling import Sampled, SampleRow
 from kvtransfer import Commit, KvReceiver, Region, Reservation
+from service.inbox import Inbox
 from twinpool.errors import Internal, TransferFailed, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Worker:
             emit=self._emit,
             metrics=metrics,
         )
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox = Inbox()
         self._outbox: dict[int, tuple[Session, list[Output]]] = {}  # by id of the session; emptied after every step
         self._num_tokens = 0
         self._stopping = False
@@ -136,7 +136,7 @@ class Worker:
         try:
             busy = False
             while not self._stopping:
-                self._obey(wait_s=0.0 if busy else WAITING_S if self._scheduler.num_waiting else IDLE_S)
+                self._inbox.run(wait_s=0.0 if busy else WAITING_S if self._scheduler.num_waiting else IDLE_S)
                 self._scheduler.tick(time.monotonic())
                 sequences = self._scheduler.next_batch()
                 self._flush()  # reservations need not wait for the step
@@ -148,16 +148,6 @@ class Worker:
         except BaseException:
             logger.exception("the device thread died; this worker is of no more use")
             raise
-
-    def _obey(self, wait_s: float) -> None:
-        """Runs every command in the inbox; waits up to wait_s for the first."""
-        try:
-            command = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
-            while True:
-                command()
-                command = self._inbox.get_nowait()
-        except queue.Empty:
-            return
 
     def _stop(self) -> None:
         self._stopping = True

@@ -16,7 +16,6 @@ A cancelled request leaves before the next step begins. An exception in a step e
 from __future__ import annotations
 
 import logging
-import queue
 import secrets
 import threading
 import time
@@ -34,6 +33,7 @@ from kvtransfer import KvSender, Push, PushResult, Region
 from prefill.metrics import PrefillMetrics
 from prefill.request import Chunk, Event, Finished, FirstTokens, Request, Sequence, Transferred
 from prefill.scheduler import BatchLimits, Scheduler
+from service.inbox import Inbox
 from twinpool.errors import Cancelled, Internal, Overloaded, TwinpoolError, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class Worker:
         self._encode_note = encode_note
         self.max_context = min(engine.config.max_context, engine.blocks.num_blocks * engine.blocks.block_size)
         self._max_requests = max_requests
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox = Inbox()
         self._open: set[Sequence] = set()  # accepted, rows not yet freed
         self._transferring: set[Sequence] = set()  # committed, not acknowledged
         self._pinned: list[Sequence] = []  # ended; the push may still read their rows
@@ -160,7 +160,7 @@ class Worker:
         try:
             busy = False
             while not self._stopping:
-                self._obey(wait_s=0.0 if busy else PINNED_POLL_S if self._pinned else IDLE_S)
+                self._inbox.run(wait_s=0.0 if busy else PINNED_POLL_S if self._pinned else IDLE_S)
                 self._free_unpinned()
                 chunks = self._scheduler.next_batch(time.monotonic())
                 busy = bool(chunks)
@@ -170,16 +170,6 @@ class Worker:
         except BaseException:
             logger.exception("the device thread died; this worker is of no more use")
             raise
-
-    def _obey(self, wait_s: float) -> None:
-        """Runs every command in the inbox; waits up to wait_s for the first."""
-        try:
-            command = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
-            while True:
-                command()
-                command = self._inbox.get_nowait()
-        except queue.Empty:
-            return
 
     def _stop(self) -> None:
         self._stopping = True
