@@ -15,7 +15,6 @@ connecting: containers with network namespaces of their own cannot, and go over 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -24,16 +23,16 @@ import secrets
 import select
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from kvtransfer import wire
 from kvtransfer.memory import MappedMemory, SharedMemory
 from kvtransfer.region import Region
 from kvtransfer.transports import Caps, Link
-from kvtransfer.transports.stream import StreamLink
+from kvtransfer.transports.stream import StreamLink, StreamListener
 from twinpool.errors import ConfigError, PeerLost
 
 log = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ class ShmTransport:
         self._regions = regions
         self._memory = memory
 
-    def listen(self, host: str, port: int, advertise: str | None, on_link: Callable[[Link], None]) -> ShmListener:
+    def listen(self, host: str, port: int, advertise: str | None, on_link: Callable[[Link], None]) -> StreamListener:
         """host, port and advertise are of no use to senders on the same host."""
         offsets = [None if self._memory is None else self._memory.offset_of(each.buffer) for each in self._regions]
         if self._memory is None or None in offsets:
@@ -68,7 +67,7 @@ class ShmTransport:
             offsets=wire.pack_u64([offset for offset in offsets if offset is not None]),
             num_rows=wire.pack_u32([region.num_rows for region in self._regions]),
         )
-        return ShmListener(self._memory, layout, on_link)
+        return _listen(self._memory, layout, on_link)
 
     def connect(self, endpoint: str, *, deadline: float) -> ShmSenderLink:
         boot_id, name = parse_endpoint(endpoint)
@@ -85,51 +84,26 @@ class ShmTransport:
         return ShmSenderLink(sock, endpoint, self._regions)
 
 
-class ShmListener:
-    """Accepts connections on a thread of its own."""
+def _listen(memory: SharedMemory, layout: wire.Memory, on_link: Callable[[Link], None]) -> StreamListener:
+    name = secrets.token_hex(16)
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.bind(_address(name))
+        sock.listen(128)
+    except OSError as exc:
+        sock.close()
+        raise ConfigError(f"cannot listen for KV transfers on an abstract unix socket: {exc}") from exc
+    return StreamListener(sock, f"{SCHEME}://{this_host()}/{name}", partial(_accepted, memory, layout), on_link)
 
-    def __init__(self, memory: SharedMemory, layout: wire.Memory, on_link: Callable[[Link], None]) -> None:
-        name = secrets.token_hex(16)
-        self.endpoint = f"{SCHEME}://{this_host()}/{name}"
-        self._memory = memory
-        self._layout = layout
-        self._on_link = on_link
-        self._sock = socket.socket(socket.AF_UNIX)
-        try:
-            self._sock.bind(_address(name))
-            self._sock.listen(128)
-        except OSError as exc:
-            self._sock.close()
-            raise ConfigError(f"cannot listen for KV transfers on an abstract unix socket: {exc}") from exc
-        self._thread = threading.Thread(target=self._accept, name="kv-accept-shm", daemon=True)
-        self._thread.start()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock = self._sock.accept()[0]
-            except ConnectionAbortedError:
-                continue
-            except OSError as exc:
-                if exc.errno in (errno.EBADF, errno.EINVAL):  # closed or shut down
-                    return
-                log.warning("cannot accept a KV link: %s", exc)  # out of descriptors: the backlog waits
-                time.sleep(0.05)
-                continue
-            try:
-                pid = _check_user(sock)
-                link = ShmReceiverLink(sock, f"process {pid}", self._memory, self._layout)
-            except OSError as exc:
-                log.warning("refusing a KV link: %s", exc)
-                sock.close()
-            else:
-                self._on_link(link)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # wakes accept
-        self._thread.join(timeout=5)
-        self._sock.close()
+def _accepted(
+    memory: SharedMemory, layout: wire.Memory, sock: socket.socket, _peer: object
+) -> ShmReceiverLink | None:
+    try:
+        return ShmReceiverLink(sock, f"process {_check_user(sock)}", memory, layout)
+    except OSError as exc:
+        log.warning("refusing a KV link: %s", exc)
+        return None
 
 
 class ShmReceiverLink(StreamLink):

@@ -7,6 +7,8 @@ no copy in user space on either side. What kind of socket it is, and what else a
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
 import select
 import socket
@@ -14,15 +16,62 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
+from typing import Any
 
 from kvtransfer import wire
+from kvtransfer.transports import Link
 from twinpool.errors import PeerLost, TransferTimeout
+
+log = logging.getLogger(__name__)
 
 MAX_SILENCE_S = 300  # a receiver's longest wait for the next byte; senders close idle links long before
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _SCRATCH_BYTES = 256 << 10
+
+
+class StreamListener:
+    """Accepts connections on a thread of its own."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        endpoint: str,
+        make_link: Callable[[socket.socket, Any], Link | None],
+        on_link: Callable[[Link], None],
+    ) -> None:
+        """sock: bound and listening, owned from here on. make_link(socket, address): None refuses the connection."""
+        self.endpoint = endpoint
+        self._sock = sock
+        self._make_link = make_link
+        self._on_link = on_link
+        self._thread = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
+        self._thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, address = self._sock.accept()
+            except ConnectionAbortedError:
+                continue
+            except OSError as exc:
+                if exc.errno in (errno.EBADF, errno.EINVAL):  # closed or shut down
+                    return
+                log.warning("cannot accept a KV link: %s", exc)  # out of descriptors: the backlog waits
+                time.sleep(0.05)
+                continue
+            link = self._make_link(sock, address)
+            if link is None:
+                sock.close()
+            else:
+                self._on_link(link)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes accept
+        self._thread.join(timeout=5)
+        self._sock.close()
 
 
 class StreamLink:

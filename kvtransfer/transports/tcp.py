@@ -6,19 +6,16 @@ or EOF), a vanished host by keepalive, a frozen process only by the deadlines of
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import logging
 import re
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 
 from kvtransfer.memory import SharedMemory
 from kvtransfer.region import Region
 from kvtransfer.transports import Caps, Link
-from kvtransfer.transports.stream import StreamLink
+from kvtransfer.transports.stream import StreamLink, StreamListener
 from twinpool.errors import ConfigError, PeerLost
 
 log = logging.getLogger(__name__)
@@ -37,8 +34,9 @@ class TcpTransport:
     def register(self, regions: Sequence[Region], memory: SharedMemory | None) -> None:
         """Any memory will do."""
 
-    def listen(self, host: str, port: int, advertise: str | None, on_link: Callable[[Link], None]) -> TcpListener:
-        return TcpListener(host, port, advertise, on_link)
+    def listen(self, host: str, port: int, advertise: str | None, on_link: Callable[[Link], None]) -> StreamListener:
+        """advertise: host, or host:port, that senders reach this listener at; default: where it is bound."""
+        return _listen(host, port, advertise, on_link)
 
     def connect(self, endpoint: str, *, deadline: float) -> TcpLink:
         host, port = parse_endpoint(endpoint)
@@ -49,47 +47,21 @@ class TcpTransport:
         return TcpLink(sock, endpoint)
 
 
-class TcpListener:
-    """Accepts connections on a thread of its own."""
+def _listen(host: str, port: int, advertise: str | None, on_link: Callable[[Link], None]) -> StreamListener:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        sock = socket.create_server((host, port), family=family, backlog=128)
+    except (OSError, OverflowError) as exc:
+        raise ConfigError(f"cannot listen for KV transfers on {host}:{port}: {exc}; choose another port") from exc
+    name = advertise or (socket.gethostname() if host in _WILDCARDS else host)
+    return StreamListener(sock, _format_endpoint(name, sock.getsockname()[1]), _accepted, on_link)
 
-    def __init__(self, host: str, port: int, advertise: str | None, on_link: Callable[[Link], None]) -> None:
-        """advertise: host, or host:port, that senders reach this listener at; default: where it is bound."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self._sock = socket.create_server((host, port), family=family, backlog=128)
-        except (OSError, OverflowError) as exc:
-            raise ConfigError(f"cannot listen for KV transfers on {host}:{port}: {exc}; choose another port") from exc
-        bound_port = self._sock.getsockname()[1]
-        name = advertise or (socket.gethostname() if host in _WILDCARDS else host)
-        self.endpoint = _format_endpoint(name, bound_port)
-        self._on_link = on_link
-        self._thread = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
-        self._thread.start()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, address = self._sock.accept()
-            except ConnectionAbortedError:
-                continue
-            except OSError as exc:
-                if exc.errno in (errno.EBADF, errno.EINVAL):  # closed or shut down
-                    return
-                log.warning("cannot accept a KV link: %s", exc)  # out of descriptors: the backlog waits
-                time.sleep(0.05)
-                continue
-            try:
-                link = TcpLink(sock, address[0])
-            except OSError:  # gone already
-                sock.close()
-            else:
-                self._on_link(link)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # wakes accept
-        self._thread.join(timeout=5)
-        self._sock.close()
+def _accepted(sock: socket.socket, address: tuple[str, int]) -> TcpLink | None:
+    try:
+        return TcpLink(sock, address[0])
+    except OSError:  # gone already
+        return None
 
 
 class TcpLink(StreamLink):
