@@ -96,9 +96,7 @@ def _listen(memory: SharedMemory, layout: wire.Memory, on_link: Callable[[Link],
     return StreamListener(sock, f"{SCHEME}://{this_host()}/{name}", partial(_accepted, memory, layout), on_link)
 
 
-def _accepted(
-    memory: SharedMemory, layout: wire.Memory, sock: socket.socket, _peer: object
-) -> ShmReceiverLink | None:
+def _accepted(memory: SharedMemory, layout: wire.Memory, sock: socket.socket, _peer: object) -> ShmReceiverLink | None:
     try:
         return ShmReceiverLink(sock, f"process {_check_user(sock)}", memory, layout)
     except OSError as exc:
