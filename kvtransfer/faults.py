@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvtransfer import wire
+from kvtransfer.digest import row_checksum
 from kvtransfer.transports import Link
 from twinpool.errors import ConfigError, PeerLost, TransferTimeout
 
@@ -83,8 +84,9 @@ class FaultyLink:
         self.share = link.share
         self.attach = link.attach
         self.fenced = link.fenced
+        self.drained = link.drained
         self.cut = link.cut
-        self._delayed: queue.SimpleQueue[tuple[float, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._delayed: queue.SimpleQueue[tuple[float, Callable[[], object]] | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._late = threading.Thread(target=self._send_late, name=f"kv-delay {link.peer}", daemon=True)
         if faults.delay_ms:
@@ -101,15 +103,16 @@ class FaultyLink:
         else:
             self._link.start(message, payload)
 
-    def write(self, region: int, row: int, source: memoryview) -> None:
-        source = self._damaged(1, [source])[0]
+    def write(self, region: int, rows: Sequence[int], sources: Sequence[memoryview], *, deadline: float) -> list[int]:
+        checksums = [row_checksum(source) for source in sources]
+        sent = [self._damaged(1, [memoryview(bytearray(source))])[0] for source in sources]
         if self._faults.delay_ms:
-            copied = memoryview(bytearray(source))
-            self._delay(lambda: self._link.write(region, row, copied))
+            self._delay(lambda: self._link.write(region, rows, sent, deadline=deadline))
         else:
-            self._link.write(region, row, source)
+            self._link.write(region, rows, sent, deadline=deadline)
+        return checksums
 
-    def _delay(self, act: Callable[[], None]) -> None:
+    def _delay(self, act: Callable[[], object]) -> None:
         self._delayed.put((time.monotonic() + self._faults.delay_ms / 1000, act))
 
     def advance(self) -> bool:

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 FRAME_BYTES = 4 << 20  # rows are put into one frame up to this size (one row at least)
 FRAME_GRACE_S = 2.0  # a frame whose push has ended may take this long to leave before the link is cut
+DRAIN_POLL_S = 5.0  # how often the log says that source rows of a closed link are still pinned
 IDLE_S = 60.0  # a link without pushes is closed after this long
 
 
@@ -141,7 +142,9 @@ class Outbound:
             os.close(self._wake_read)
             os.close(self._wake_write)
         if link is not None:
-            link.close()  # nothing reads the source rows any more
+            link.close()
+            while not link.drained(DRAIN_POLL_S):
+                log.warning("rows for %s may still be read, though its link was closed", self._peer)
         self._on_end(self)
         for push, _ in late:
             self._pushes.setdefault(push.number, push)  # opened too late to be known, or ended already
@@ -251,12 +254,12 @@ class Outbound:
         if repeated is not None:
             self._give_up(push, TransferFailed(f"position {repeated} of region {region.name!r} was put twice"))
             return False
-        checksums = []
-        for position, row in zip(positions, rows, strict=True):
-            source = region.row(row)
-            if link.one_sided:
-                link.write(item.region, push.destination(region, position), source)
-            checksums.append(row_checksum(source))  # after the copy: the row is in the processor's cache now
+        sources = [region.row(row) for row in rows]
+        if link.one_sided:
+            there = [push.destination(region, position) for position in positions]
+            checksums = link.write(item.region, there, sources, deadline=push.deadline)
+        else:
+            checksums = [row_checksum(source) for source in sources]
         push.manifest.add(item.region, positions, checksums)
         self._frame_rows = (len(rows), len(rows) * region.row_bytes)
         link.start(

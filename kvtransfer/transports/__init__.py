@@ -60,8 +60,12 @@ class Link(Protocol):
     def attach(self, *, deadline: float) -> None:
         """The sender's part after the handshake: takes it."""
 
-    def write(self, region: int, row: int, source: memoryview) -> None:
-        """One-sided links: copies `source` to row `row` of the receiver's region; done when it returns."""
+    def write(self, region: int, rows: Sequence[int], sources: Sequence[memoryview], *, deadline: float) -> list[int]:
+        """One-sided links: copies each of `sources` to its row of the receiver's region; done when it returns.
+
+        Returns the rows' checksums (digest.row_checksum of every source). A write that does not end by the deadline is
+        a TransferTimeout; it may still go on, see `drained`.
+        """
 
     def fenced(self, timeout_s: float) -> bool:
         """The receiver's question about a link that was cut: can no byte of the sender land any more? Waits for it."""
@@ -86,6 +90,9 @@ class Link(Protocol):
 
     def cut(self) -> None:
         """From any thread, at any time: ends the link; whatever its owner waits for raises PeerLost."""
+
+    def drained(self, timeout_s: float) -> bool:
+        """The sender's question about a link that was closed: is no source row read any more? Waits for it."""
 
     def close(self) -> None:
         """Frees the link."""

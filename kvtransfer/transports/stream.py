@@ -157,11 +157,15 @@ class StreamLink:
     def attach(self, *, deadline: float) -> None:
         """Rows travel in band: there is nothing to attach to."""
 
-    def write(self, region: int, row: int, source: memoryview) -> None:
+    def write(self, region: int, rows: Sequence[int], sources: Sequence[memoryview], *, deadline: float) -> list[int]:
         raise TypeError("rows travel in band on this link")
 
     def fenced(self, timeout_s: float) -> bool:
         """The receiver does the writing: once the link is cut no byte can land."""
+        return True
+
+    def drained(self, timeout_s: float) -> bool:
+        """What was sent has been copied."""
         return True
 
     def cut(self) -> None:
