@@ -53,6 +53,12 @@ class Writer:
         self.say(f"{reservation.request_id[1:]} {reservation.target.hex()}")
         eventually(lambda: pair.receiver_counters.rows == before + 2, "arrival of the rows")
 
+    def freeze(self) -> None:
+        """Returns when it runs no more, which is a moment after the signal."""
+        self.process.send_signal(signal.SIGSTOP)
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "stop of the writer")
+
     def close(self) -> None:
         self.process.kill()
         self.process.communicate(timeout=PATIENCE_S)
@@ -231,7 +237,7 @@ def test_a_frozen_writer_keeps_its_rows_in_quarantine_and_nobody_elses(pair: Pai
     fenced, neighbour = Fenced(pair, [1, 2]), Fenced(pair, [3, 4], "r2")
     writer.push(pair, fenced.reservation)
     writer.push(pair, neighbour.reservation)
-    writer.process.send_signal(signal.SIGSTOP)
+    writer.freeze()
     assert not fenced.reservation.release()
     other, other_ends = pair.reserve([5, 6], request_id="r3")
     assert pair.send(other, [20, 21]).error is None  # another sender's transfers go on
@@ -255,7 +261,7 @@ def test_a_frozen_writer_keeps_its_rows_in_quarantine_and_nobody_elses(pair: Pai
 def test_a_cut_link_is_no_fence_until_the_writer_is_gone(pair: Pair, writer: Writer) -> None:
     fenced = Fenced(pair, [1, 2])
     writer.push(pair, fenced.reservation)
-    writer.process.send_signal(signal.SIGSTOP)
+    writer.freeze()
     for link in list(pair.receiver._links):
         link.cut()
     assert isinstance(fenced.ends.wait(), PeerLost)
@@ -268,7 +274,7 @@ def test_a_cut_link_is_no_fence_until_the_writer_is_gone(pair: Pair, writer: Wri
 def test_a_receiver_closes_in_spite_of_a_frozen_writer(pair: Pair, writer: Writer) -> None:
     fenced = Fenced(pair, [1, 2])
     writer.push(pair, fenced.reservation)
-    writer.process.send_signal(signal.SIGSTOP)
+    writer.freeze()
     pair.receiver.close()
     assert not fenced.reservation.release()
     assert fenced.times == 0  # not in this process' life
