@@ -7,7 +7,7 @@ PYTHON ?= $(or $(shell command -v python3.11),python3)
 ARGS   ?=
 BIN    := .venv/bin
 PROTOS := $(wildcard proto/twinpool/v1/*.proto)
-BUILD  := pyproject.toml $(wildcard setup.py engine/ops/csrc/*)
+BUILD  := pyproject.toml $(wildcard setup.py engine/ops/csrc/* kvtransfer/csrc/*)
 
 .PHONY: help demo test check bench proto compose
 

@@ -1,7 +1,8 @@
 """Builds the native kernels; everything else stands in pyproject.toml.
 
-They are a plain shared library behind a C interface, without Python's or torch's headers. They are optional: where no
-C++ compiler is found, the package installs all the same and the "cpu" backend runs on plain torch.
+They are plain shared libraries behind C interfaces, without Python's or torch's headers. They are optional: where no
+C++ compiler is found, the package installs all the same, the "cpu" backend runs on plain torch, and KV rows are copied
+and hashed in separate passes.
 """
 
 from setuptools import Extension, setup
@@ -20,6 +21,8 @@ HEADERS = [
     "kv_store.inl",
     "elementwise.inl",
 ]
+
+KV_CSRC = "kvtransfer/csrc"
 
 setup(
     ext_modules=[
@@ -43,6 +46,14 @@ setup(
             ],
             extra_link_args=["-pthread"],
             optional=True,
-        )
+        ),
+        Extension(
+            "kvtransfer._native",
+            sources=[f"{KV_CSRC}/api.cpp", f"{KV_CSRC}/xxh3.cpp"],
+            depends=[f"{KV_CSRC}/xxh3.h"],
+            language="c++",
+            extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-Wno-psabi"],
+            optional=True,
+        ),
     ]
 )

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvtransfer import handshake, wire
-from kvtransfer.digest import commit_context, row_checksum
+from kvtransfer.digest import commit_context, row_checksums
 from kvtransfer.metrics import TransferMetrics
 from kvtransfer.push import GiveUp, Note, Push, Rows
 from kvtransfer.region import Region
@@ -259,7 +259,7 @@ class Outbound:
             there = [push.destination(region, position) for position in positions]
             checksums = link.write(item.region, there, sources, deadline=push.deadline)
         else:
-            checksums = [row_checksum(source) for source in sources]
+            checksums = row_checksums(sources)
         push.manifest.add(item.region, positions, checksums)
         self._frame_rows = (len(rows), len(rows) * region.row_bytes)
         link.start(

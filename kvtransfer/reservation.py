@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvtransfer import wire
-from kvtransfer.digest import Manifest, commit_context, row_checksum
+from kvtransfer.digest import Manifest, commit_context, row_checksums
 from kvtransfer.handshake import refused
 from kvtransfer.metrics import TransferMetrics
 from kvtransfer.region import Region
@@ -222,8 +222,9 @@ class Reservation:
             self._landing = True
         try:
             yield region.runs(rows)
-            for position, row, checksum in zip(positions, rows, checksums, strict=True):
-                if row_checksum(region.row(row)) != checksum:
+            landed = row_checksums([region.row(row) for row in rows])
+            for position, here, checksum in zip(positions, landed, checksums, strict=True):
+                if here != checksum:
                     raise ChecksumMismatch(
                         f"row {position} of region {region.name!r} of request {self.request_id!r} arrived damaged"
                     )

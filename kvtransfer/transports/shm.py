@@ -29,7 +29,6 @@ from functools import partial
 from pathlib import Path
 
 from kvtransfer import wire
-from kvtransfer.digest import row_checksum
 from kvtransfer.memory import MappedMemory, SharedMemory
 from kvtransfer.region import Region
 from kvtransfer.transports import Caps, Link
@@ -182,13 +181,12 @@ class ShmSenderLink(StreamLink):
             raise PeerLost(f"cannot map the cache memory of {self.peer}: {exc}") from exc
 
     def write(self, region: int, rows: Sequence[int], sources: Sequence[memoryview], *, deadline: float) -> list[int]:
-        row_bytes, checksums = self._row_bytes[region], []
+        row_bytes, first = self._row_bytes[region], self._offsets[region] if self._memory else 0
         for row, source in zip(rows, sources, strict=True):
             if self._memory is None or not 0 <= row < self._num_rows[region] or source.nbytes != row_bytes:
                 raise wire.Malformed(f"row {row} of region {region} with {source.nbytes} bytes")
-            self._memory.write(self._offsets[region] + row * row_bytes, source)
-            checksums.append(row_checksum(source))  # after the copy: the row is in the processor's cache now
-        return checksums
+        assert self._memory is not None
+        return self._memory.write([first + row * row_bytes for row in rows], sources)
 
     def close(self) -> None:
         if self._memory is not None:

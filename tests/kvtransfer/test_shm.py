@@ -118,7 +118,7 @@ def test_memory_that_could_shrink_or_is_too_small_is_not_mapped() -> None:
     mapped = MappedMemory(memory.fileno(), 100)
     for offset in (-1, 91, 1 << 40):
         with pytest.raises(ValueError, match="do not fit"):
-            mapped.write(offset, memoryview(bytearray(10)))
+            mapped.write([0, offset], [memoryview(bytearray(10))] * 2)
     mapped.close()
     memory.close()
 
