@@ -49,8 +49,8 @@ setup(
         ),
         Extension(
             "kvtransfer._native",
-            sources=[f"{KV_CSRC}/api.cpp", f"{KV_CSRC}/xxh3.cpp"],
-            depends=[f"{KV_CSRC}/xxh3.h"],
+            sources=[f"{KV_CSRC}/{name}.cpp" for name in ("api", "stream", "xxh3")],
+            depends=[f"{KV_CSRC}/{name}.h" for name in ("stream", "xxh3")],
             language="c++",
             extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-Wno-psabi"],
             optional=True,

@@ -80,6 +80,7 @@ class FaultyLink:
         self.receive = link.receive
         self.receive_ready = link.receive_ready
         self.fill = link.fill
+        self.fill_rows = link.fill_rows
         self.skip = link.skip
         self.share = link.share
         self.attach = link.attach
@@ -93,15 +94,18 @@ class FaultyLink:
             self._late.start()
 
     def start(self, message: wire.Message, payload: Sequence[memoryview] = ()) -> None:
-        if isinstance(message, wire.Put) and payload:
-            payload = self._damaged(len(message.positions) // 4, payload)
-        elif isinstance(message, wire.Commit) and self._random.random() < self._faults.fail_fraction:
+        if isinstance(message, wire.Commit) and self._random.random() < self._faults.fail_fraction:
             message = replace(message, digest=bytes(len(message.digest)))
         if self._faults.delay_ms:
             copied = [memoryview(b"".join(payload))] if payload else []
             self._delay(lambda: self._link.send(message, copied, deadline=time.monotonic() + _SEND_TIMEOUT_S))
         else:
             self._link.start(message, payload)
+
+    def start_rows(self, message: wire.Put, rows: Sequence[memoryview]) -> list[int]:
+        checksums = [row_checksum(row) for row in rows]
+        self.start(message, [*self._damaged(len(rows), rows), memoryview(wire.pack_u64(checksums))])
+        return checksums
 
     def write(self, region: int, rows: Sequence[int], sources: Sequence[memoryview], *, deadline: float) -> list[int]:
         checksums = [row_checksum(source) for source in sources]

@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -19,10 +21,29 @@ ISAS = ("generic", "avx2", "avx512")
 
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
-# Parameters as in api.cpp; all return nothing.
-_FUNCTIONS = {
+
+class _RowStream(ctypes.Structure):
+    """struct RowStream of stream.h."""
+
+    _fields_ = (
+        ("rows", _POINTER),
+        ("num_rows", _SIZE),
+        ("row_bytes", _SIZE),
+        ("head", ctypes.c_char_p),
+        ("head_bytes", _SIZE),
+        ("checksums", _POINTER),
+        ("moved", _SIZE),
+        ("hashed", _SIZE),
+        ("lanes", ctypes.c_uint64 * 8),
+    )
+
+
+# Parameters as in api.cpp and stream.h; int is what all of them return, if anything.
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "twinpool_kv_hash_rows": (_POINTER, _SIZE, _SIZE, _POINTER),
     "twinpool_kv_copy_rows": (_POINTER, _POINTER, _SIZE, _SIZE, _INT, _POINTER),
+    "twinpool_kv_send": (_INT, _POINTER),
+    "twinpool_kv_receive": (_INT, _POINTER, _POINTER),
 }
 
 
@@ -36,7 +57,7 @@ def library() -> ctypes.CDLL | None:
         loaded = ctypes.CDLL(str(path))  # a CDLL, so that calls release the interpreter lock
         for name, parameters in _FUNCTIONS.items():
             function = getattr(loaded, name)
-            function.argtypes, function.restype = parameters, None
+            function.argtypes, function.restype = parameters, _INT
         loaded.twinpool_kv_isa.argtypes, loaded.twinpool_kv_isa.restype = (), ctypes.c_char_p
         loaded.twinpool_kv_select_isa.argtypes, loaded.twinpool_kv_select_isa.restype = (ctypes.c_char_p,), _INT
     except (OSError, AttributeError) as exc:
@@ -77,6 +98,58 @@ def copy_rows(destinations: Sequence[int], rows: Sequence[memoryview]) -> list[i
     there = (_POINTER * count)(*destinations)
     loaded.twinpool_kv_copy_rows(there, addresses(rows), count, rows[0].nbytes, 1, checksums)
     return list(checksums)
+
+
+class SendingRows:
+    """Rows on their way into a plain stream socket, behind `head` and followed by their checksums."""
+
+    def __init__(self, library: ctypes.CDLL, head: bytes, rows: Sequence[memoryview]) -> None:
+        self.checksums: Any = (ctypes.c_uint64 * len(rows))()  # int each, complete when `advance` has returned True
+        self._library = library
+        self._kept = (rows, addresses(rows))  # the stream points into them
+        self._stream = _stream(self._kept[1], rows, self.checksums, head)
+
+    def advance(self, descriptor: int) -> bool:
+        """Hashes and sends what goes without waiting. True when all is out. OSError of the socket."""
+        result = self._library.twinpool_kv_send(descriptor, ctypes.byref(self._stream))
+        if result < 0:
+            raise OSError(-result, os.strerror(-result))
+        return bool(result)
+
+
+def sending(head: bytes, rows: Sequence[memoryview]) -> SendingRows | None:
+    """None where it has to be done in another way."""
+    loaded = library()
+    return None if loaded is None or rows[0].nbytes < MIN_ROW_BYTES else SendingRows(loaded, head, rows)
+
+
+def receive_rows(descriptor: int, rows: Sequence[memoryview]) -> tuple[list[int], list[int]] | None:
+    """Waits for rows and their checksums on a blocking plain stream socket. (checksums computed, checksums sent).
+
+    None where it has to be done in another way. EOFError when the other end has closed, OSError of the socket.
+    """
+    loaded = library()
+    if loaded is None or rows[0].nbytes < MIN_ROW_BYTES:
+        return None
+    computed, sent = (ctypes.c_uint64 * len(rows))(), (ctypes.c_uint64 * len(rows))()
+    there = addresses(rows)
+    result = loaded.twinpool_kv_receive(descriptor, ctypes.byref(_stream(there, rows, computed, b"")), sent)
+    if result < 0:
+        raise OSError(-result, os.strerror(-result))
+    if not result:
+        raise EOFError
+    return list(computed), list(sent)
+
+
+def _stream(there: Any, rows: Sequence[memoryview], checksums: Any, head: bytes) -> _RowStream:
+    return _RowStream(
+        ctypes.cast(there, _POINTER),
+        len(rows),
+        rows[0].nbytes,
+        head,
+        len(head),
+        ctypes.cast(checksums, _POINTER),
+    )
 
 
 def addresses(rows: Sequence[memoryview]) -> ctypes.Array[ctypes.c_void_p]:

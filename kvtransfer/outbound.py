@@ -15,9 +15,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from kvtransfer import handshake, wire
-from kvtransfer.digest import commit_context, row_checksums
+from kvtransfer.digest import commit_context
 from kvtransfer.metrics import TransferMetrics
 from kvtransfer.push import GiveUp, Note, Push, Rows
 from kvtransfer.region import Region
@@ -31,6 +32,16 @@ FRAME_BYTES = 4 << 20  # rows are put into one frame up to this size (one row at
 FRAME_GRACE_S = 2.0  # a frame whose push has ended may take this long to leave before the link is cut
 DRAIN_POLL_S = 5.0  # how often the log says that source rows of a closed link are still pinned
 IDLE_S = 60.0  # a link without pushes is closed after this long
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """Rows that are being sent. The checksums are complete when they are out."""
+
+    region: int
+    positions: tuple[int, ...]
+    checksums: Sequence[int]
+    num_bytes: int
 
 
 class Outbound:
@@ -65,7 +76,7 @@ class Outbound:
         self._queued_rows = 0
         self._in_flight: Push | None = None  # whose rows the frame being sent reads
         self._sending = False
-        self._frame_rows = (0, 0)  # rows and bytes of the frame being sent
+        self._frame_rows: _Frame | None = None  # of the frame being sent
         self._frame_deadline = 0.0
         self._idle_since = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=f"kv-send {peer}", daemon=True)
@@ -206,19 +217,19 @@ class Outbound:
         if not link.advance():
             return False
         self._sending = False
-        rows, num_bytes = self._frame_rows
+        frame, self._frame_rows = self._frame_rows, None
         push, self._in_flight = self._in_flight, None
         if push is not None:
-            push.num_rows += rows
-            push.num_bytes += num_bytes
-            if rows:
-                self._metrics.moved(self._peer, rows, num_bytes)
+            if frame is not None:
+                push.manifest.add(frame.region, frame.positions, frame.checksums)
+                push.num_rows += len(frame.positions)
+                push.num_bytes += frame.num_bytes
+                self._metrics.moved(self._peer, len(frame.positions), frame.num_bytes)
             if push.number not in self._pushes:  # it ended while its last frame left
                 push.closed.set()
         return bool(self._control or self._turns)
 
     def _begin_frame(self, link: Link) -> bool:
-        self._frame_rows = (0, 0)
         while self._control or self._turns:
             if self._control:
                 link.start(self._control.popleft())
@@ -255,25 +266,22 @@ class Outbound:
             self._give_up(push, TransferFailed(f"position {repeated} of region {region.name!r} was put twice"))
             return False
         sources = [region.row(row) for row in rows]
+        put = wire.Put(
+            push=push.number,
+            token=push.target.token,
+            request_id=push.target.request_id,
+            attempt=push.target.attempt,
+            region=item.region,
+            positions=wire.pack_u32(positions),
+            checksums=b"",
+        )
         if link.one_sided:
             there = [push.destination(region, position) for position in positions]
-            checksums = link.write(item.region, there, sources, deadline=push.deadline)
+            checksums: Sequence[int] = link.write(item.region, there, sources, deadline=push.deadline)
+            link.start(replace(put, checksums=wire.pack_u64(checksums)))
         else:
-            checksums = row_checksums(sources)
-        push.manifest.add(item.region, positions, checksums)
-        self._frame_rows = (len(rows), len(rows) * region.row_bytes)
-        link.start(
-            wire.Put(
-                push=push.number,
-                token=push.target.token,
-                request_id=push.target.request_id,
-                attempt=push.target.attempt,
-                region=item.region,
-                positions=wire.pack_u32(positions),
-                checksums=wire.pack_u64(checksums),
-            ),
-            () if link.one_sided else region.runs(rows),
-        )
+            checksums = link.start_rows(put, sources)
+        self._frame_rows = _Frame(item.region, positions, checksums, len(rows) * region.row_bytes)
         return True
 
     def _begin_commit(self, link: Link, push: Push, item: Note) -> None:

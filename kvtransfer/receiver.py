@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from kvtransfer import handshake, transports, wire
+from kvtransfer.digest import row_checksums
 from kvtransfer.memory import SharedMemory
 from kvtransfer.metrics import NoMetrics, TransferMetrics
 from kvtransfer.region import Region, check_regions
@@ -259,19 +260,24 @@ class KvReceiver:
     def _put(self, link: Link, put: wire.Put, payload_bytes: int) -> None:
         num_rows = len(put.positions) // 4
         num_bytes = num_rows * self._regions[put.region].row_bytes if put.region < len(self._regions) else -1
-        if num_bytes < 0 or payload_bytes != (0 if link.one_sided else num_bytes):
+        in_band = 0 if link.one_sided else num_bytes + num_rows * wire.CHECKSUM_BYTES
+        if num_bytes < 0 or payload_bytes != in_band or bool(put.checksums) != link.one_sided:
             raise wire.Malformed(f"Put of {num_rows} rows of region {put.region} with {payload_bytes} bytes")
-        reservation, filled = None, False
+        reservation, taken = None, False
+
+        def take(rows: list[memoryview]) -> tuple[Sequence[int], Sequence[int]]:
+            nonlocal taken
+            arrived = (row_checksums(rows), wire.unpack_u64(put.checksums)) if link.one_sided else link.fill_rows(rows)
+            taken = True
+            return arrived
+
         try:
             reservation = self._claimed(link, put)
-            with reservation.landing(put) as destination:
-                if not link.one_sided:
-                    link.fill(destination)
-                filled = True
+            reservation.land(put, take)
         except PeerLost:
             raise  # the link itself broke
         except TransferFailed as exc:
-            if not filled:
+            if not taken:
                 link.skip(payload_bytes)
             self._end(link, put.push, reservation, exc)
         else:

@@ -17,13 +17,12 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from kvtransfer import wire
-from kvtransfer.digest import Manifest, commit_context, row_checksums
+from kvtransfer.digest import Manifest, commit_context
 from kvtransfer.handshake import refused
 from kvtransfer.metrics import TransferMetrics
 from kvtransfer.region import Region
@@ -205,24 +204,21 @@ class Reservation:
             elif self._claim != (link, message.push):
                 raise ReservationGone("the reservation is in use by another push")
 
-    @contextmanager
-    def landing(self, put: wire.Put) -> Iterator[list[memoryview]]:
-        """Yields the memory where the payload of `put` belongs; verifies it at the end.
+    def land(self, put: wire.Put, take: Callable[[list[memoryview]], tuple[Sequence[int], Sequence[int]]]) -> None:
+        """Has `take` put the rows of `put` where they belong; it returns their checksums there and as sent.
 
         Raises TransferFailed before anything is written when the rows are not expected, ReservationGone when the
         reservation ended meanwhile, ChecksumMismatch when other bytes arrived than were sent.
         """
         region = self._regions[put.region]
         positions = wire.unpack_u32(put.positions)
-        checksums = wire.unpack_u64(put.checksums)
         with self._lock:
             if self._state is not _State.CLAIMED:
                 raise ReservationGone("the reservation is over")
             rows = self._rows_at(region, put.region, positions)
             self._landing = True
         try:
-            yield region.runs(rows)
-            landed = row_checksums([region.row(row) for row in rows])
+            landed, checksums = take([region.row(row) for row in rows])
             for position, here, checksum in zip(positions, landed, checksums, strict=True):
                 if here != checksum:
                     raise ChecksumMismatch(

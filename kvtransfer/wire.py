@@ -20,7 +20,7 @@ import msgpack
 from kvtransfer.digest import DIGEST_BYTES
 from kvtransfer.region import MAX_NAME_CHARS, MAX_REGIONS
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_HEADER_BYTES = 64 << 10
 MAX_NOTE_BYTES = 1 << 20
 MAX_PUT_BYTES = 1 << 30
@@ -30,6 +30,7 @@ MAX_REQUEST_ID_CHARS = 128
 MAX_REASON_CHARS = 1000
 NONCE_BYTES = TOKEN_BYTES = INCARNATION_BYTES = 16
 PROOF_BYTES = 32
+CHECKSUM_BYTES = 8
 
 _MAGIC = b"TPKV"
 _PREFIX = struct.Struct("!4sBBHIQ")
@@ -143,7 +144,8 @@ class Granted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Put:
-    """Sender to receiver: rows of one region; the payload is their bytes in the order of `positions`.
+    """Sender to receiver: rows of one region; the payload is their bytes in the order of `positions`, then a u64 each,
+    little endian: their checksums, which come last so that rows are hashed while they are sent.
 
     On a one-sided link there is no payload: the rows are in the receiver's memory when the frame leaves.
     """
@@ -155,7 +157,7 @@ class Put:
     attempt: int = _uint(32)
     region: int = _uint(16)
     positions: bytes = _packed(4, MAX_ROWS_PER_PUT)  # u32 each: place in the reservation, not a row id
-    checksums: bytes = _packed(8, MAX_ROWS_PER_PUT)  # u64 each
+    checksums: bytes = _packed(8, MAX_ROWS_PER_PUT)  # u64 each; empty where they are in the payload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,8 +262,10 @@ def parse_header(kind: int, header: bytes | bytearray | memoryview) -> Message:
         if not check(value):
             raise Malformed(f"{message_type.__name__}.{name} has another type or is out of its limits")
     message = message_type(**{name: value for (name, _), value in zip(checks, values, strict=True)})
-    if isinstance(message, Put) and (not message.positions or 2 * len(message.positions) != len(message.checksums)):
-        raise Malformed("Put needs at least one position and one checksum for each")
+    if isinstance(message, Put):
+        fitting = (0, 2 * len(message.positions))
+        if not message.positions or len(message.checksums) not in fitting:
+            raise Malformed("Put needs at least one position, and one checksum for each or none")
     return message
 
 

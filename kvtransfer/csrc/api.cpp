@@ -1,10 +1,9 @@
-// The C interface of the library; kvtransfer/native.py declares the same parameters. Rows have kMinRowBytes at least.
+// The C interface of the library, with stream.h; kvtransfer/native.py declares the same parameters. Rows have kMinRowBytes at least.
 
 #include <cstring>
 
+#include "stream.h"
 #include "xxh3.h"
-
-#define EXPORT extern "C" __attribute__((visibility("default")))
 
 using namespace twinpool;
 

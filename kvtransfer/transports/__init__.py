@@ -19,7 +19,7 @@ from typing import Protocol
 
 from kvtransfer.memory import SharedMemory
 from kvtransfer.region import Region
-from kvtransfer.wire import Frame, Message
+from kvtransfer.wire import Frame, Message, Put
 from twinpool.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -73,14 +73,23 @@ class Link(Protocol):
     def start(self, message: Message, payload: Sequence[memoryview] = ()) -> None:
         """Begins to send; the payload's memory must not change until `advance` returns True."""
 
+    def start_rows(self, message: Put, rows: Sequence[memoryview]) -> Sequence[int]:
+        """In-band links: begins to send `message` with `rows`, all of one size, and their checksums as its payload.
+
+        Returns the checksums, which are complete when `advance` has returned True.
+        """
+
     def advance(self) -> bool:
-        """Sends what goes without waiting. True when the message begun by `start` is out."""
+        """Sends what goes without waiting. True when the message begun by `start` or `start_rows` is out."""
 
     def receive(self, *, deadline: float | None = None) -> Frame:
         """The next message; its payload must be taken by `fill` or `skip` before the next call."""
 
     def fill(self, destination: Sequence[memoryview]) -> None:
         """Makes the payload of the frame just received be in `destination`, which has exactly its size."""
+
+    def fill_rows(self, rows: Sequence[memoryview]) -> tuple[Sequence[int], Sequence[int]]:
+        """`fill` for the payload that `start_rows` sends. Returns the rows' checksums as they arrived, and as sent."""
 
     def skip(self, num_bytes: int) -> None:
         """Throws the payload of the frame just received away."""

@@ -1,7 +1,9 @@
 """Messages over one connected stream socket, the payload of each in band behind its header.
 
-The sender's sendmsg gathers straight from its cache memory, the receiver's recvmsg_into scatters straight into its own:
-no copy in user space on either side. What kind of socket it is, and what else a link does, is its transport's business.
+The sender's sendmsg gathers straight from its cache memory, the receiver's recvmsg scatters straight into its own: no
+copy in user space on either side. Rows are hashed piece by piece on both sides, while a piece is in the processor's
+cache for the socket anyway (native.py; else in a pass of their own). What kind of socket it is, and what else a link
+does, is its transport's business.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
-from kvtransfer import wire
+from kvtransfer import native, wire
+from kvtransfer.digest import row_checksums
 from kvtransfer.transports import Link
 from twinpool.errors import PeerLost, TransferTimeout
 
@@ -82,7 +85,9 @@ class StreamLink:
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self.peer = peer
         self._sock = sock
+        self._is_plain = type(sock) is socket.socket  # its descriptor carries the bytes as they are
         self._unsent: deque[memoryview] = deque()
+        self._rows: native.SendingRows | None = None
         self._replies = wire.FrameBuffer()
         self._scratch: memoryview | None = None
         self._closing = threading.Lock()
@@ -99,7 +104,25 @@ class StreamLink:
         self._unsent.append(memoryview(wire.encode(message, size)))
         self._unsent.extend(payload)
 
+    def start_rows(self, message: wire.Put, rows: Sequence[memoryview]) -> Sequence[int]:
+        head = wire.encode(message, len(rows) * (rows[0].nbytes + wire.CHECKSUM_BYTES))
+        self._rows = native.sending(head, rows) if self._is_plain else None
+        checksums: Sequence[int]
+        if self._rows is not None:
+            checksums = self._rows.checksums
+            return checksums
+        checksums = row_checksums(rows)
+        self._unsent.extend([memoryview(head), *rows, memoryview(wire.pack_u64(checksums))])
+        return checksums
+
     def advance(self) -> bool:
+        if self._rows is not None:
+            try:
+                if not self._rows.advance(self._sock.fileno()):
+                    return False
+            except OSError as exc:
+                raise self._lost(exc) from exc
+            self._rows = None
         while self._unsent:
             try:
                 sent = self._sock.sendmsg(list(islice(self._unsent, _IOV_MAX)), (), socket.MSG_DONTWAIT)
@@ -131,6 +154,19 @@ class StreamLink:
             if not received:
                 raise PeerLost(f"{self.peer} closed the link in the middle of a frame")
             _consume(unfilled, received)
+
+    def fill_rows(self, rows: Sequence[memoryview]) -> tuple[Sequence[int], Sequence[int]]:
+        try:
+            checksums = native.receive_rows(self._sock.fileno(), rows) if self._is_plain else None
+        except OSError as exc:
+            raise self._lost(exc) from exc
+        except EOFError:
+            raise PeerLost(f"{self.peer} closed the link in the middle of a frame") from None
+        if checksums is not None:
+            return checksums
+        sent = bytearray(wire.CHECKSUM_BYTES * len(rows))
+        self.fill([*rows, memoryview(sent)])
+        return row_checksums(rows), wire.unpack_u64(bytes(sent))
 
     def skip(self, num_bytes: int) -> None:
         if self._scratch is None:
@@ -174,6 +210,7 @@ class StreamLink:
 
     def close(self) -> None:
         self._unsent.clear()
+        self._rows = None
         with self._closing:  # or `cut` could shut down whoever gets this descriptor next
             self._sock.close()
 

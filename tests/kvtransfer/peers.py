@@ -205,7 +205,6 @@ class RawSender:
         return time.monotonic() + PATIENCE_S
 
     def put_frame(self, region: int, positions: Sequence[int], rows: Sequence[int], **changes: Any) -> wire.Put:
-        checksums = [row_checksum(self.regions[region].row(row)) for row in rows]
         fields: dict[str, Any] = {
             "push": 1,
             "token": self.target.token,
@@ -213,15 +212,31 @@ class RawSender:
             "attempt": self.target.attempt,
             "region": region,
             "positions": wire.pack_u32(positions),
-            "checksums": wire.pack_u64(checksums),
+            "checksums": b"",
         }
         return wire.Put(**fields | changes)
 
-    def put(self, region: int, positions: Sequence[int], rows: Sequence[int], **changes: Any) -> None:
-        frame = self.put_frame(region, positions, rows, **changes)
-        self.link.send(frame, self.regions[region].runs(rows), deadline=self.deadline)
+    def payload(self, region: int, rows: Sequence[int], checksums: Sequence[int] | None = None) -> bytes:
+        """The rows and, behind them, their checksums (or others)."""
+        pieces = [self.regions[region].row(row) for row in rows]
+        return b"".join(pieces) + wire.pack_u64(
+            [row_checksum(row) for row in pieces] if checksums is None else checksums
+        )
+
+    def put(
+        self,
+        region: int,
+        positions: Sequence[int],
+        rows: Sequence[int],
+        checksums: Sequence[int] | None = None,
+        **changes: Any,
+    ) -> None:
+        payload = self.payload(region, rows, checksums)
+        self.link.send(
+            self.put_frame(region, positions, rows, **changes), [memoryview(payload)], deadline=self.deadline
+        )
         if max(positions) < self.target.spans["kv"].size:
-            self.manifest.add(region, positions, wire.unpack_u64(frame.checksums))
+            self.manifest.add(region, positions, wire.unpack_u64(payload[-8 * len(rows) :]))
 
     def commit(self, note: bytes = b"", **changes: Any) -> None:
         fields: dict[str, Any] = {

@@ -30,7 +30,7 @@ def test_release_in_the_middle_of_a_frame_cuts_its_link(pair: Pair, raw: RawSend
     reservation, ends = pair.reserve([1, 2])
     neighbour, neighbour_ends = pair.reserve([3], request_id="r2")
     sender = raw(reservation)
-    payload = b"".join(pair.source[0].runs([10, 11]))
+    payload = sender.payload(0, [10, 11])
     sender.socket.sendall(wire.encode(sender.put_frame(0, [0, 1], [10, 11]), len(payload)) + payload[:1500])
     eventually(lambda: rows_of(pair.destination, [1])[0] == rows_of(pair.source, [10])[0], "arrival of the first row")
 
@@ -54,7 +54,7 @@ def test_release_waits_for_a_frame_that_does_end(pair: Pair, raw: RawSenders, mo
     monkeypatch.setattr("kvtransfer.reservation.FENCE_WAIT_S", PATIENCE_S)
     reservation, _ = pair.reserve([1, 2])
     sender = raw(reservation)
-    payload = b"".join(pair.source[0].runs([10, 11]))
+    payload = sender.payload(0, [10, 11])
     sender.socket.sendall(wire.encode(sender.put_frame(0, [0, 1], [10, 11]), len(payload)) + payload[:1500])
     eventually(lambda: rows_of(pair.destination, [1])[0] == rows_of(pair.source, [10])[0], "arrival of the first row")
     release = threading.Thread(target=reservation.release)

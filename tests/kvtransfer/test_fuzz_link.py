@@ -46,7 +46,7 @@ def test_ten_thousand_random_and_mutated_frames(pair: Pair, raw: RawSenders) -> 
     model = raw(reservation)
     foreign = bytes(16)  # a fuzzer does not know the token
     valid = [
-        wire.encode(wire.Hello(protocol=1, nonce=bytes(16))),
+        wire.encode(wire.Hello(protocol=wire.PROTOCOL, nonce=bytes(16))),
         wire.encode(model.put_frame(0, [0, 1], [3, 4], token=foreign), 2000) + bytes(2000),
         wire.encode(
             wire.Commit(push=1, token=foreign, request_id="r1", attempt=1, counts=bytes(12), digest=bytes(16)), 4
@@ -93,7 +93,7 @@ def test_mutated_frames_of_a_sender_with_the_token_reach_no_other_rows(pair: Pai
     for attempt in range(1, 201):
         reservation, ends = pair.reserve([1, 2], attempt=attempt)
         sender = raw(reservation)
-        payload = b"".join(pair.source[0].runs([3, 4]))
+        payload = sender.payload(0, [3, 4])
         frame = bytearray(wire.encode(sender.put_frame(0, [0, 1], [3, 4]), len(payload)))
         frame[rng.randrange(len(frame))] = rng.randrange(256)
         with contextlib.suppress(OSError, PeerLost):

@@ -172,11 +172,11 @@ def test_without_keys_on_both_sides_transfers_work(pair: Pair) -> None:
 def test_another_protocol_is_refused(pair: Pair, raw: RawSenders) -> None:
     reservation, _ = pair.reserve([1])
     sender = raw(reservation, greet=False)
-    sender.link.send(wire.Hello(protocol=2, nonce=bytes(16)), deadline=sender.deadline)
+    sender.link.send(wire.Hello(protocol=wire.PROTOCOL + 1, nonce=bytes(16)), deadline=sender.deadline)
     answer = sender.answer()
     assert isinstance(answer, wire.Refused)
     assert answer.error == "Incompatible"
-    assert "protocol 1, the sender 2" in answer.reason
+    assert f"protocol {wire.PROTOCOL}, the sender {wire.PROTOCOL + 1}" in answer.reason
     reservation.release()
 
 

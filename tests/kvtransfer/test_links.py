@@ -163,7 +163,7 @@ def test_a_sender_that_vanishes_frees_what_it_had_claimed_and_nothing_else(pair:
     "answer",
     [
         b"HTTP/1.1 400 Bad Request\r\n\r\n",
-        wire.encode(wire.Hello(protocol=1, nonce=bytes(16))),
+        wire.encode(wire.Hello(protocol=wire.PROTOCOL, nonce=bytes(16))),
         wire.encode(wire.Committed(push=1)),  # it has not committed
     ],
 )

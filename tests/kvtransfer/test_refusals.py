@@ -134,7 +134,7 @@ def test_the_sender_checks_request_and_attempt_of_its_target(pair: Pair) -> None
 def test_damaged_rows_are_a_typed_error_on_both_sides(pair: Pair, raw: RawSenders) -> None:
     reservation, ends = pair.reserve([1])
     sender = raw(reservation)
-    sender.put(0, [0], [10], checksums=wire.pack_u64([1234]))
+    sender.put(0, [0], [10], checksums=[1234])
     assert sender.refusal() == "ChecksumMismatch"
     failure = ends.wait()
     assert isinstance(failure, ChecksumMismatch)

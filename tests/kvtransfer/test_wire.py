@@ -86,7 +86,7 @@ def test_the_bytes_of_a_put_as_documented() -> None:
         checksums=wire.pack_u64([8, 2**64 - 1]),
     )
     header = msgpack.packb(PUT_FIELDS)
-    expected = b"TPKV" + bytes([1, 5, 0, 0]) + len(header).to_bytes(4, "big") + (2000).to_bytes(8, "big") + header
+    expected = b"TPKV" + bytes([V, 5, 0, 0]) + len(header).to_bytes(4, "big") + (2000).to_bytes(8, "big") + header
     assert wire.encode(message, 2000) == expected
     assert parse(expected) == (message, 2000)
 
@@ -135,15 +135,15 @@ def test_headers_of_any_other_shape_are_malformed(kind: int, values: object) -> 
 @pytest.mark.parametrize(
     ("prefix", "reason"),
     [
-        (b"TPKX" + bytes([1, 5, 0, 0]) + bytes(12), "not a frame"),
-        (b"TPKV" + bytes([2, 5, 0, 0]) + bytes(12), "not a frame"),
-        (b"TPKV" + bytes([1, 5, 0, 1]) + bytes(12), "not a frame"),
-        (b"TPKV" + bytes([1, 0, 0, 0]) + bytes(12), "unknown kind 0"),
-        (b"TPKV" + bytes([1, 13, 0, 0]) + bytes(12), "unknown kind 13"),
-        (b"TPKV" + bytes([1, 5, 0, 0]) + struct.pack("!IQ", (64 << 10) + 1, 0), "header of 65537 bytes"),
-        (b"TPKV" + bytes([1, 5, 0, 0]) + struct.pack("!IQ", 10, (1 << 30) + 1), "Put with 1073741825 bytes"),
-        (b"TPKV" + bytes([1, 6, 0, 0]) + struct.pack("!IQ", 10, (1 << 20) + 1), "Commit with 1048577 bytes"),
-        (b"TPKV" + bytes([1, 1, 0, 0]) + struct.pack("!IQ", 10, 1), "Hello with 1 bytes"),
+        (b"TPKX" + bytes([V, 5, 0, 0]) + bytes(12), "not a frame"),
+        (b"TPKV" + bytes([V + 1, 5, 0, 0]) + bytes(12), "not a frame"),
+        (b"TPKV" + bytes([V, 5, 0, 1]) + bytes(12), "not a frame"),
+        (b"TPKV" + bytes([V, 0, 0, 0]) + bytes(12), "unknown kind 0"),
+        (b"TPKV" + bytes([V, 13, 0, 0]) + bytes(12), "unknown kind 13"),
+        (b"TPKV" + bytes([V, 5, 0, 0]) + struct.pack("!IQ", (64 << 10) + 1, 0), "header of 65537 bytes"),
+        (b"TPKV" + bytes([V, 5, 0, 0]) + struct.pack("!IQ", 10, (1 << 30) + 1), "Put with 1073741825 bytes"),
+        (b"TPKV" + bytes([V, 6, 0, 0]) + struct.pack("!IQ", 10, (1 << 20) + 1), "Commit with 1048577 bytes"),
+        (b"TPKV" + bytes([V, 1, 0, 0]) + struct.pack("!IQ", 10, 1), "Hello with 1 bytes"),
     ],
 )
 def test_prefixes_out_of_their_limits(prefix: bytes, reason: str) -> None:
