@@ -34,6 +34,8 @@ def puts(draw: st.DrawFn) -> wire.Put:
     )
 
 
+V = wire.PROTOCOL
+
 messages = st.one_of(
     st.builds(wire.Hello, protocol=u16, nonce=blobs[16]),
     st.builds(wire.Challenge, nonce=blobs[16], proof=blobs[32]),
