@@ -8,7 +8,7 @@ and hashed in separate passes.
 from setuptools import Extension, setup
 
 CSRC = "engine/ops/csrc"
-SOURCES = ["api", "threads", "isa_generic", "isa_avx2", "isa_avx512", "isa_avx512bf16"]
+SOURCES = ["api", "threads", "isa_generic", "isa_avx2", "isa_avx512", "isa_avx512vnni", "isa_avx512bf16"]
 HEADERS = [
     "isa.h",
     "kernels.h",
@@ -16,6 +16,7 @@ HEADERS = [
     "kernels.inl",
     "simd.inl",
     "panel.inl",
+    "quantize.inl",
     "linear.inl",
     "attention.inl",
     "kv_store.inl",

@@ -6,7 +6,8 @@ Not thread safe: after `load` everything here belongs to the worker's device thr
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from engine.kv_cache import KV_DTYPES, Allocate, KvCache, KvLayout
 from engine.loading import Checkpoint
 from engine.model_config import ModelConfig
 from engine.models.dense import DenseDecoder
+from engine.quantization import AS_LOADED, WEIGHT_FORMATS
 from twinpool.errors import ConfigError
 
 PROTOCOL_VERSION = "1"  # of everything that two workers must agree on beside weights and layout
@@ -45,6 +47,7 @@ class Engine:
         backend: str = "cpu",
         dtype: str = "bf16",
         kv_dtype: str = "int8",
+        weights: str = AS_LOADED,
         block_size: int = 64,
         memory_bytes: int,
         threads: int = 0,
@@ -52,18 +55,19 @@ class Engine:
     ) -> Engine:
         """Reads a Hugging Face directory and allocates a cache of `memory_bytes` (beside the weights).
 
-        backend: a key of engine.ops; dtype: of weights and activations; block_size: tokens a block; threads: of torch
-        and the kernels, 0 leaves torch's choice; allocate: where the cache's memory comes from, when not from torch.
+        backend: a key of engine.ops; dtype: of weights and activations; weights: how matrices are held, one of
+        engine.quantization.WEIGHT_FORMATS; block_size: tokens a block; threads: that one operator may use, 0: one a
+        core; allocate: where the cache's memory comes from, when not from torch.
         Raises ConfigError for a directory, option or memory size that cannot work, before anything big is read where
         possible.
         """
         _check_choice("dtype", dtype, DTYPES)
         _check_choice("kv_dtype", kv_dtype, KV_DTYPES)
+        _check_choice("weights", weights, WEIGHT_FORMATS)
         if block_size < 1:
             raise ConfigError(f"block_size is {block_size}: it must be at least 1", field="block_size")
-        if threads:
-            torch.set_num_threads(threads)
         operators = ops.load(backend)
+        operators.set_num_threads(threads or len(os.sched_getaffinity(0)))
         config = ModelConfig.read(model_dir)
         layout = KvLayout(
             num_layers=config.num_layers,
@@ -73,11 +77,15 @@ class Engine:
             kv_dtype=kv_dtype,
         )
         checkpoint = Checkpoint(model_dir)
-        _check_memory(config.num_parameters * DTYPES[dtype].itemsize, memory_bytes)
+        _check_memory(config.num_parameters * (DTYPES[dtype].itemsize if weights == AS_LOADED else 1), memory_bytes)
         with torch.inference_mode():
             cache = KvCache(layout, memory_bytes // layout.block_bytes, allocate=allocate)
-            model = models.build(config, checkpoint, operators, DTYPES[dtype], int8_keys=kv_dtype == "int8")
-        identity = "\n".join((checkpoint.digest(), layout.describe(), f"dtype={dtype}", PROTOCOL_VERSION))
+            model = models.build(
+                config, checkpoint, operators, DTYPES[dtype], int8_keys=kv_dtype == "int8", weights=weights
+            )
+        # Both int8 formats hold the same numbers: rows of either come from the same model.
+        held = f"dtype={dtype}" if weights == AS_LOADED else f"dtype={dtype} weights=int8"
+        identity = "\n".join((checkpoint.digest(), layout.describe(), held, PROTOCOL_VERSION))
         fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         return cls(config, model, cache, model_name=model_dir.resolve().name, fingerprint=fingerprint)
 
@@ -102,7 +110,7 @@ class Engine:
         )
 
 
-def _check_choice(field: str, value: str, allowed: dict[str, torch.dtype]) -> None:
+def _check_choice(field: str, value: str, allowed: Iterable[str]) -> None:
     if value not in allowed:
         raise ConfigError(f"unknown {field} {value!r}: choose one of {', '.join(allowed)}", field=field)
 

@@ -96,6 +96,7 @@ def _load(config: PrefillConfig) -> Engine:
         backend=config.backend,
         dtype=config.dtype,
         kv_dtype=config.kv_dtype,
+        weights=config.weights,
         block_size=config.block_size,
         memory_bytes=config.memory,
         threads=config.threads or len(os.sched_getaffinity(0)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.quantization import WEIGHT_FORMATS
 from prefill.scheduler import BatchLimits
 from service.config import WorkerConfig, option
 
@@ -13,6 +14,9 @@ class PrefillConfig(WorkerConfig):
     port: int = option(7071, help="gRPC port; 0 picks a free one", unit="port", minimum=0, maximum=65535)
     metrics_port: int = option(
         9071, help="/metrics and /healthz; 0 picks a free port, -1 turns it off", unit="port", minimum=-1, maximum=65535
+    )
+    weights: str = option(
+        "bf16", help="how matrices are held; bf16: as --dtype says; w8a8: fastest in int8", choices=WEIGHT_FORMATS
     )
     token_budget: int = option(
         256, help="tokens computed in one step; past what fills the device, more only delays", unit="tokens", minimum=16

@@ -14,7 +14,13 @@ MODELS = {"llama": DenseDecoder, "qwen2": DenseDecoder, "qwen3": DenseDecoder}
 
 
 def build(
-    config: ModelConfig, checkpoint: Checkpoint, ops: ModuleType, dtype: torch.dtype, *, int8_keys: bool
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    ops: ModuleType,
+    dtype: torch.dtype,
+    *,
+    int8_keys: bool,
+    weights: str,
 ) -> DenseDecoder:
     """Raises ConfigError when the checkpoint does not hold what the config implies."""
-    return MODELS[config.model_type](config, checkpoint, ops, dtype, int8_keys=int8_keys)
+    return MODELS[config.model_type](config, checkpoint, ops, dtype, int8_keys=int8_keys, weights=weights)

@@ -18,6 +18,7 @@ from engine.kv_cache import KvView
 from engine.loading import Checkpoint
 from engine.model_config import ModelConfig
 from engine.models.int8_keys import balance_factors, projection_rms, rotations
+from engine.quantization import W8A8, W8A16
 from engine.rope import Rotary
 
 Projection = tuple[torch.Tensor, torch.Tensor | None]  # weight [out, in], bias [out]
@@ -41,11 +42,19 @@ class DenseDecoder:
     """Weights and forward pass. Activations are in `dtype`; the cache's dtype is the ops' business."""
 
     def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint, ops: ModuleType, dtype: torch.dtype, *, int8_keys: bool
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        ops: ModuleType,
+        dtype: torch.dtype,
+        *,
+        int8_keys: bool,
+        weights: str,
     ) -> None:
         """Loads layer by layer, so that beside the packed weights only one layer is held a second time.
 
-        int8_keys: whether keys are changed to fit an int8 cache, see engine.models.int8_keys.
+        int8_keys: whether keys are changed to fit an int8 cache, see engine.models.int8_keys; weights: how matrices are
+        held, see engine.quantization.
         """
         self.config = config
         self.ops = ops
@@ -53,7 +62,7 @@ class DenseDecoder:
         self.rotations = None
         if int8_keys:
             self.rotations = [ops.pack_linear(matrix, None) for matrix in rotations(config.head_dim, dtype)]
-        reader = _Reader(config, checkpoint, ops, dtype, int8_keys)
+        reader = _Reader(config, checkpoint, ops, dtype, int8_keys, weights)
         self.embedding = reader.embedding()
         self.layers = [reader.layer(index) for index in range(config.num_layers)]
         self.final_norm = reader.norm("model.norm", config.hidden_size)
@@ -110,9 +119,16 @@ class _Reader:
     """Checkpoint names and shapes of the dense decoders (the names of transformers)."""
 
     def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint, ops: ModuleType, dtype: torch.dtype, int8_keys: bool
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        ops: ModuleType,
+        dtype: torch.dtype,
+        int8_keys: bool,
+        weights: str,
     ) -> None:
-        self.config, self.checkpoint, self.ops, self.dtype, self.int8_keys = config, checkpoint, ops, dtype, int8_keys
+        self.config, self.checkpoint, self.ops, self.dtype = config, checkpoint, ops, dtype
+        self.int8_keys, self.weights = int8_keys, weights
 
     def embedding(self) -> torch.Tensor:
         shape = (self.config.vocab_size, self.config.hidden_size)
@@ -121,7 +137,8 @@ class _Reader:
     def head(self, embedding: torch.Tensor) -> Any:
         tied = self.config.tie_word_embeddings
         weight = embedding if tied else self.checkpoint.take("lm_head.weight", embedding.shape, self.dtype)
-        return self.ops.pack_linear(weight, None)
+        # Few rows pass through it and its errors reach the tokens at once: never int8 by int8.
+        return self.ops.pack_linear(weight, None, W8A16 if self.weights == W8A8 else self.weights)
 
     def norm(self, name: str, size: int) -> torch.Tensor:
         return self.checkpoint.take(f"{name}.weight", (size,), self.dtype)
@@ -178,7 +195,7 @@ class _Reader:
         """One linear of all parts (which have a bias or not alike), stacked along the output."""
         weight = parts[0][0] if len(parts) == 1 else torch.cat([weight for weight, _ in parts])
         biases = [bias for _, bias in parts if bias is not None]
-        return self.ops.pack_linear(weight, torch.cat(biases) if biases else None)
+        return self.ops.pack_linear(weight, torch.cat(biases) if biases else None, self.weights)
 
 
 def _scale_rows(projection: Projection, factors: torch.Tensor) -> Projection:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from engine.kv_cache import KvView
 from engine.ops import native
+from engine.quantization import AS_LOADED, W8A8, WEIGHT_FORMATS, quantize_rows
 
 NAME = "cpu"
 
@@ -29,62 +30,89 @@ _linear, _rms_norm, _rope = _library.twinpool_linear, _library.twinpool_rms_norm
 _silu_mul, _store_kv, _attention = _library.twinpool_silu_mul, _library.twinpool_store_kv, _library.twinpool_attention
 _set_num_threads = _library.twinpool_set_num_threads
 _PANEL = _library.twinpool_panel()  # output features side by side in packed weights
+_MOST_EXACT_INPUTS = (2**31 - 1) // (127 * 255)  # products of int8 and of int8 plus 128 that int32 surely holds
 
 
 def set_num_threads(count: int) -> None:
-    """Number of threads, the caller's included, that one operator may use (default 1). Results do not depend on it."""
+    """Number of threads, the caller's included, that one operator may use (default 1). Results do not depend on it.
+
+    torch gets one: what is left to it is small, and its pool would fight with this one for the same cores.
+    """
     if count < 1:
         raise ValueError(f"the number of threads must be at least 1, not {count}")
+    torch.set_num_threads(1)
     _set_num_threads(count)
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A weight in panels of _PANEL output features, interleaved so that a panel is read front to back.
+    """A weight in panels of _PANEL output features, interleaved so that a panel is read front to back (kernels.h).
 
-    panels: uint8, one panel after the other, each [ceil(in / n), _PANEL, n] with n = 2 for bf16 and 1 for fp32.
+    args points into the tensors, which it does not own.
     """
 
-    panels: torch.Tensor
+    args: native.PackedLinear
+    panels: torch.Tensor  # uint8
+    scales: torch.Tensor | None  # fp32, int8 formats only
+    column_sums: torch.Tensor | None  # int32, w8a8 only
     bias: torch.Tensor | None
     in_features: int
     out_features: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of activations
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one pass over the weight reads."""
+        return sum(x.nbytes for x in (self.panels, self.scales, self.column_sums, self.bias) if x is not None)
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    """Packs weight [out, in] and bias [out], both bf16 or both fp32."""
-    _code(weight, "weight")
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None, weights: str = AS_LOADED) -> Linear:
+    """Packs weight [out, in] and bias [out], both bf16 or both fp32, in one of WEIGHT_FORMATS."""
+    code = _code(weight, "weight")
     if weight.dim() != 2:
         raise ValueError(f"weight must be [out, in], not {list(weight.shape)}")
-    out_features, in_features = weight.shape
+    if weights not in WEIGHT_FORMATS:
+        raise ValueError(f"weights must be one of {', '.join(WEIGHT_FORMATS)}, not {weights!r}")
+    dtype, (out_features, in_features) = weight.dtype, weight.shape
     if bias is not None:
-        _check(bias, "bias", (out_features,), weight.dtype)
+        _check(bias, "bias", (out_features,), dtype)
         bias = bias.contiguous()
+    scales = column_sums = None
+    if weights != AS_LOADED:
+        weight, scales = quantize_rows(weight)
+        scales = F.pad(scales, (0, -out_features % _PANEL))
+    if weights == W8A8:
+        if in_features > _MOST_EXACT_INPUTS:
+            raise ValueError(f"w8a8 sums are exact up to {_MOST_EXACT_INPUTS} inputs, the weight has {in_features}")
+        column_sums = F.pad(weight.sum(1, dtype=torch.int32), (0, -out_features % _PANEL))
+    panels = _panels(weight)
+    args = native.PackedLinear(
+        *(WEIGHT_FORMATS.index(weights), code, panels.shape[1], in_features, out_features, panels.data_ptr()),
+        *(None if x is None else x.data_ptr() for x in (scales, column_sums, bias)),
+    )
+    return Linear(args, panels, scales, column_sums, bias, in_features, out_features, dtype)
+
+
+def _panels(weight: torch.Tensor) -> torch.Tensor:
+    """[panels, steps, _PANEL * 4] uint8 of a weight [out, in]; a word holds neighbours along `in`."""
     per_word = 4 // weight.dtype.itemsize
-    padded = F.pad(weight, (0, -in_features % per_word, 0, -out_features % _PANEL))
+    padded = F.pad(weight, (0, -weight.shape[1] % per_word, 0, -weight.shape[0] % _PANEL))
     panels = padded.view(-1, _PANEL, padded.shape[1] // per_word, per_word).transpose(1, 2).contiguous()
-    return Linear(panels.view(torch.uint8).flatten(), bias, in_features, out_features, weight.dtype)
+    return panels.view(torch.uint8).flatten(2)
 
 
 def linear(x: torch.Tensor, packed: Linear) -> torch.Tensor:
     """x [T, in] -> [T, out]. T may be 0; rows may be strided."""
-    code = _code(x, "x")
+    _code(x, "x")
     if x.dtype != packed.dtype:
         raise TypeError(f"x is {x.dtype}, the packed weight {packed.dtype}")
     if x.dim() != 2 or x.shape[1] != packed.in_features:
         raise ValueError(f"x must be [T, {packed.in_features}], not {list(x.shape)}")
-    per_word = 4 // x.itemsize
-    if packed.in_features % per_word:
-        x = F.pad(x, (0, per_word - packed.in_features % per_word))
+    if packed.in_features % 4 and packed.column_sums is None:
+        x = F.pad(x, (0, -packed.in_features % 4))  # to whole words of every format
     x = _rows(x)
-    rows, steps = x.shape[0], x.shape[1] // per_word
-    out = torch.empty(rows, packed.out_features, dtype=x.dtype)
-    bias = None if packed.bias is None else packed.bias.data_ptr()
-    stride = x.stride(0) * x.itemsize
-    _linear(
-        code, x.data_ptr(), stride, rows, packed.panels.data_ptr(), steps, packed.out_features, bias, out.data_ptr()
-    )
+    out = torch.empty(x.shape[0], packed.out_features, dtype=x.dtype)
+    _linear(packed.args, x.data_ptr(), x.stride(0) * x.itemsize, x.shape[0], out.data_ptr())
     return out
 
 

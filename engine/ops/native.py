@@ -1,6 +1,6 @@
 """Finds and loads the shared library of native CPU kernels (csrc/), and chooses its instruction set.
 
-The environment variable TWINPOOL_ISA (generic, avx2, avx512, avx512bf16) overrides the choice of the best one.
+The environment variable TWINPOOL_ISA, one of ISAS, overrides the choice of the best one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from twinpool.errors import ConfigError
 
-ISAS = ("generic", "avx2", "avx512", "avx512bf16")
+ISAS = ("generic", "avx2", "avx512", "avx512vnni", "avx512bf16")
 
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -33,12 +33,29 @@ class KvCacheArgs(ctypes.Structure):
     )
 
 
+class PackedLinear(ctypes.Structure):
+    """struct PackedLinear of kernels.h."""
+
+    _fields_ = (
+        ("format", _INT),
+        ("dtype", _INT),
+        ("steps", _SIZE),
+        ("in_features", _SIZE),
+        ("out_features", _SIZE),
+        ("panels", _POINTER),
+        ("scales", _POINTER),
+        ("column_sums", _POINTER),
+        ("bias", _POINTER),
+    )
+
+
 _CACHE = ctypes.POINTER(KvCacheArgs)
+_LINEAR = ctypes.POINTER(PackedLinear)
 
 # Parameters as in api.cpp.
 _FUNCTIONS = {
     "twinpool_set_num_threads": (_INT,),
-    "twinpool_linear": (_INT, _POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER),
+    "twinpool_linear": (_LINEAR, _POINTER, _SIZE, _SIZE, _POINTER),
     "twinpool_rms_norm": (_INT, _POINTER, _SIZE, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER, _FLOAT, _POINTER),
     "twinpool_rope": (_INT, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER),
     "twinpool_silu_mul": (_INT, _POINTER, _SIZE, _SIZE, _SIZE, _POINTER),

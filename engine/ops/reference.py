@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.kv_cache import KvView
+from engine.quantization import AS_LOADED, W8A8, quantize_rows
 
 NAME = "reference"
 
@@ -25,20 +26,36 @@ def set_num_threads(count: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A weight as this backend wants it: weight [out, in] and bias [out] or None, in the model's dtype."""
+    """A weight as this backend wants it: weight [out, in] and bias [out] or None, in the model's dtype.
+
+    In the int8 formats weight holds codes, and scales [out] fp32 what they are multiplied with.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+    scales: torch.Tensor | None = None
+    quantize_inputs: bool = False  # w8a8
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    """Prepares a weight [out, in] once at load; the result is only good for this backend's `linear`."""
-    return Linear(weight.contiguous(), bias)
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None, weights: str = AS_LOADED) -> Linear:
+    """Prepares a weight [out, in] once at load, in one of WEIGHT_FORMATS; only good for this backend's `linear`."""
+    if weights == AS_LOADED:
+        return Linear(weight.contiguous(), bias)
+    codes, scales = quantize_rows(weight)
+    return Linear(codes, bias, scales, weights == W8A8)
 
 
 def linear(x: torch.Tensor, packed: Linear) -> torch.Tensor:
-    """x [T, in] -> [T, out] in x's dtype."""
-    return F.linear(x, packed.weight, packed.bias)
+    """x [T, in] -> [T, out] in x's dtype. int8 by int8 has exact sums; a row of x that is not finite gives NaN."""
+    if packed.scales is None:
+        return F.linear(x, packed.weight, packed.bias)
+    if packed.quantize_inputs:
+        codes, row_scales = quantize_rows(x)
+        sums = torch._int_mm(codes, packed.weight.T).float() if len(x) else x.new_zeros(0, len(packed.weight)).float()
+        out = sums * row_scales.unsqueeze(1) * packed.scales
+    else:
+        out = F.linear(x.float(), packed.weight.float()) * packed.scales
+    return (out if packed.bias is None else out + packed.bias.float()).to(x.dtype)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -23,6 +23,25 @@ def test_it_ends_with_one_json_line(
     assert abs(result["kv_int8_ppl_delta"]) < 0.05
 
 
+def test_formats_of_weights_are_measured_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model_dir = tiny_models.make(tmp_path / "tiny")
+    command = ["quality", "--model", str(model_dir), "--tokens", "300", "--window", "128", "--weights"]
+    monkeypatch.setattr("sys.argv", command)
+    quality.main()
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["tokens"] == 300
+    for name in ("w8a16", "w8a8"):
+        assert 0 < result[f"weights_{name}_mean_kl"] < 0.1
+        assert 0 <= result[f"weights_{name}_greedy_agreement"] <= 1
+    assert result["weights_w8a16_mean_kl"] < result["weights_w8a8_mean_kl"]
+
+
+def test_agreement_counts_up_to_the_first_token_that_differs() -> None:
+    assert quality.agreement([[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 9, 4], [5, 6, 7, 8]]) == 0.75
+
+
 def test_every_token_but_a_windows_first_is_predicted_once() -> None:
     windows = [list(range(300)), list(range(1000, 1010))]
     packed = windows[0] + windows[1]

@@ -10,15 +10,17 @@ import transformers
 
 from engine.batch import Batch
 from engine.engine import Engine
+from engine.quantization import WEIGHT_FORMATS
 from tests import tiny_models
 from tests.engine.running import Running, greedy, logits_in_chunks, step
+from twinpool.errors import ConfigError
 
 MEMORY_BYTES = 16 << 20
 TOLERANCE = 1e-4  # of logits with a standard deviation of about 3
 
 
-def load(path: Path, *, kv_dtype: str = "fp32", dtype: str = "fp32", block_size: int = 16) -> Engine:
-    return Engine.load(path, dtype=dtype, kv_dtype=kv_dtype, block_size=block_size, memory_bytes=MEMORY_BYTES)
+def load(path: Path, *, kv_dtype: str = "fp32", dtype: str = "fp32", block_size: int = 16, **kinds: str) -> Engine:
+    return Engine.load(path, dtype=dtype, kv_dtype=kv_dtype, block_size=block_size, memory_bytes=MEMORY_BYTES, **kinds)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -64,10 +66,11 @@ def test_logits_equal_transformers_whole_chunked_token_by_token_and_in_unequal_b
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "bf16"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
 def test_a_prompts_logits_have_the_same_bits_however_it_is_cut_and_batched(
-    tmp_path: Path, dtype: str, kv_dtype: str
+    tmp_path: Path, dtype: str, kv_dtype: str, weights: str
 ) -> None:
-    engine = load(tiny_models.make(tmp_path, "qwen3"), dtype=dtype, kv_dtype=kv_dtype)
+    engine = load(tiny_models.make(tmp_path, "qwen3"), dtype=dtype, kv_dtype=kv_dtype, weights=weights)
     token_ids = prompt(100)
     whole = logits_in_chunks(engine, token_ids, [100])
     assert torch.equal(logits_in_chunks(engine, token_ids, [1]), whole)
@@ -116,6 +119,25 @@ def test_int8_cache_stays_close_to_the_lossless_one(tmp_path: Path) -> None:
     assert (lossless.exp() * (lossless - int8)).sum(-1).mean() < 1e-3
 
 
+@pytest.mark.parametrize(("weights", "limit"), [("w8a16", 2e-3), ("w8a8", 2e-2)])
+def test_int8_weights_stay_close_to_the_checkpoints(tmp_path: Path, weights: str, limit: float) -> None:
+    path = tiny_models.make(tmp_path, "llama")
+    token_ids = prompt(120)
+    as_loaded = logits_in_chunks(load(path), token_ids, [120]).log_softmax(-1)
+    int8 = logits_in_chunks(load(path, weights=weights), token_ids, [120]).log_softmax(-1)
+    assert 0 < (as_loaded.exp() * (as_loaded - int8)).sum(-1).mean() < limit
+
+
+@pytest.mark.parametrize("weights", ["w8a16", "w8a8"])
+def test_int8_weights_give_the_same_model_on_every_backend(tmp_path: Path, weights: str) -> None:
+    path = tiny_models.make(tmp_path, "qwen2")
+    token_ids = prompt(60)
+    native = logits_in_chunks(load(path, weights=weights), token_ids, [60])
+    plain = logits_in_chunks(load(path, weights=weights, backend="reference"), token_ids, [60])
+    # A code that rounds the other way, after sums in another order, is a difference of a step of w8a8.
+    assert (native - plain).abs().max() < (1e-3 if weights == "w8a16" else 0.2)
+
+
 def test_fingerprint_tells_weights_and_layouts_apart(tmp_path: Path) -> None:
     path = tiny_models.make(tmp_path / "a")
     same = load(path, kv_dtype="int8").fingerprint
@@ -127,12 +149,25 @@ def test_fingerprint_tells_weights_and_layouts_apart(tmp_path: Path) -> None:
         load(path, kv_dtype="bf16").fingerprint,
         load(path, kv_dtype="int8", block_size=32).fingerprint,
         load(path, kv_dtype="int8", dtype="bf16").fingerprint,
+        load(path, kv_dtype="int8", weights="w8a16").fingerprint,
     }
-    assert len(others | {same}) == 5
+    assert len(others | {same}) == 6
 
 
-def test_greedy_batch_equals_solo_runs(tmp_path: Path) -> None:
-    engine = load(tiny_models.make(tmp_path), kv_dtype="int8", dtype="bf16")
+def test_workers_of_either_int8_format_fit_together(tmp_path: Path) -> None:
+    """They hold the same codes and scales: prefill may multiply int8 by int8 and decode may not."""
+    path = tiny_models.make(tmp_path)
+    assert load(path, weights="w8a8").fingerprint == load(path, weights="w8a16").fingerprint
+
+
+def test_an_unknown_weight_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="w8a16"):
+        load(tiny_models.make(tmp_path), weights="int4")
+
+
+@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
+def test_greedy_batch_equals_solo_runs(tmp_path: Path, weights: str) -> None:
+    engine = load(tiny_models.make(tmp_path), kv_dtype="int8", dtype="bf16", weights=weights)
     prompts = [prompt(length, seed=length) for length in (1, 15, 16, 17, 60)]
     together = greedy(engine, prompts, 20)
     assert together == [greedy(engine, [p], 20)[0] for p in prompts]

@@ -18,18 +18,24 @@ struct Isa {
   bool supported;
 };
 
+#if defined(__x86_64__)
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+
 // From the plainest to the best.
 const std::vector<Isa>& isas() {
   static const std::vector<Isa> all = {
       {"generic", &generic::kernels, true},
 #if defined(__x86_64__)
       {"avx2", &avx2::kernels, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
-      {"avx512", &avx512::kernels,
-       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl")},
+      {"avx512", &avx512::kernels, has_avx512()},
+      {"avx512vnni", &avx512vnni::kernels, has_avx512() && __builtin_cpu_supports("avx512vnni")},
       {"avx512bf16", &avx512bf16::kernels,
-       __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")},
+       has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
+           __builtin_cpu_supports("avx512vbmi")},
 #endif
   };
   return all;
@@ -80,18 +86,17 @@ TWINPOOL_API int twinpool_panel() { return kPanel; }
 
 TWINPOOL_API void twinpool_set_num_threads(int count) { set_num_threads(count); }
 
-TWINPOOL_API void twinpool_linear(int dtype, const void* x, int64_t x_stride, int64_t rows, const void* panels,
-                                  int64_t steps, int64_t out_features, const void* bias, void* out) {
-  const LinearArgs args = {static_cast<Dtype>(dtype),
-                           static_cast<const char*>(x),
-                           x_stride,
-                           rows,
-                           steps,
-                           static_cast<const uint32_t*>(panels),
-                           out_features,
-                           bias,
-                           static_cast<char*>(out)};
-  parallel_for(ceil_div(rows, kLinearRows) * ceil_div(out_features, kPanel),
+TWINPOOL_API void twinpool_linear(const PackedLinear* weight, const void* x, int64_t x_stride, int64_t rows,
+                                  void* out) {
+  LinearArgs args = {weight, static_cast<const char*>(x), x_stride, rows, nullptr, nullptr, static_cast<char*>(out)};
+  if (weight->format == Format::w8a8) {
+    const int64_t code_bytes = ceil_div(rows * weight->steps * 4, 64) * 64;
+    char* quantized = caller_scratch(code_bytes + rows * sizeof(float));
+    args.codes = reinterpret_cast<int8_t*>(quantized);
+    args.row_scales = reinterpret_cast<float*>(quantized + code_bytes);
+    for_each_row(active->kernels->quantize, args, rows);
+  }
+  parallel_for(ceil_div(rows, kLinearRows) * ceil_div(weight->out_features, kPanel),
                [&](int64_t task) { active->kernels->linear(args, task); });
 }
 

@@ -14,20 +14,36 @@ enum class Dtype : int32_t { fp32 = 0, bf16 = 1, int8 = 2 };
 inline int64_t size_of(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : dtype == Dtype::bf16 ? 2 : 1; }
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// How a packed matrix holds its weights and what it is multiplied with.
+enum class Format : int32_t {
+  as_activations = 0,  // floats of the activations' dtype
+  w8a16 = 1,           // int8 codes with one scale an output column, beside activations as they come
+  w8a8 = 2,            // the same codes, beside activations that are quantized row by row
+};
+
 // A matrix packed for `linear` is a row of panels. A panel holds kPanel output columns for all of K as 32-bit words
-// [steps][kPanel]: one fp32, or bf16 of k = 2 * step (low half) and 2 * step + 1. Missing columns are zero.
+// [steps][kPanel]: one fp32, two bf16 or four int8 of neighbouring k, the lowest k in the lowest byte. What is missing
+// at the edges is zero. Made by cpu.py; same layout there as `native.PackedLinear`.
 constexpr int kPanel = 64;
+struct PackedLinear {
+  Format format;
+  Dtype dtype;  // of activations and bias
+  int64_t steps, in_features, out_features;
+  const uint32_t* panels;
+  const float* scales;         // int8 only: [out_features, padded to kPanel]
+  const int32_t* column_sums;  // w8a8 only: the sum of each column's codes, as many
+  const void* bias;            // null, or [out_features]
+};
 
 // out [rows, out_features] = x [rows, in] * panels + bias. One task is kLinearRows rows of one panel.
 constexpr int64_t kLinearRows = 240;
 struct LinearArgs {
-  Dtype dtype;
+  const PackedLinear* weight;
   const char* x;
-  int64_t x_stride, rows, steps;
-  const uint32_t* panels;
-  int64_t out_features;
-  const void* bias;  // null, or [out_features] in dtype
-  char* out;         // contiguous
+  int64_t x_stride, rows;
+  int8_t* codes;      // w8a8 only: [rows, 4 * steps], and
+  float* row_scales;  // [rows], filled by `quantize` before the first task
+  char* out;          // contiguous
 };
 
 // One layer's rows of the KV cache. The planes of one row are row_bytes away from those of the next.
@@ -100,6 +116,7 @@ struct SiluMulArgs {
 
 struct Kernels {
   void (*linear)(const LinearArgs&, int64_t task);
+  void (*quantize)(const LinearArgs&, int64_t row);
   void (*store_kv)(const StoreArgs&, int64_t token);
   void (*attention)(const AttentionArgs&, const AttentionTask&);
   void (*rms_norm)(const RmsNormArgs&, int64_t row);
@@ -115,6 +132,9 @@ namespace avx2 {
 extern const Kernels kernels;
 }
 namespace avx512 {
+extern const Kernels kernels;
+}
+namespace avx512vnni {
 extern const Kernels kernels;
 }
 namespace avx512bf16 {

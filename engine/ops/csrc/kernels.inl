@@ -5,9 +5,11 @@
 
 #include "panel.inl"
 
+#include "quantize.inl"
+
 #include "attention.inl"
 #include "elementwise.inl"
 #include "kv_store.inl"
 #include "linear.inl"
 
-const Kernels kernels = {linear, store_kv, attention, rms_norm, rope, silu_mul};
+const Kernels kernels = {linear, quantize, store_kv, attention, rms_norm, rope, silu_mul};

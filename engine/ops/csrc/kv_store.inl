@@ -3,18 +3,8 @@
 
 // Symmetric int8; the codes are made with the scale as fp16 holds it. Returns the scale's fp16 bits.
 template <class T>
-uint16_t quantize(const T* x, int64_t width, int8_t* codes) {
-  // The bits of non-negative floats order as integers do, and NaN above all: no NaN is lost in the maximum.
-  I32 largest = {};
-  for (int64_t i = 0; i < width; i += kLanes) {
-    const I32 magnitude = (I32)load(x + i, width - i) & 0x7fffffff;
-    largest = magnitude > largest ? magnitude : largest;
-  }
-  int32_t amax_bits = 0;
-  for (int i = 0; i < kLanes; ++i) amax_bits = std::max(amax_bits, static_cast<int32_t>(largest[i]));
-  float scale;
-  std::memcpy(&scale, &amax_bits, sizeof scale);
-  scale /= 127.0f;
+uint16_t quantize_head(const T* x, int64_t width, int8_t* codes) {
+  float scale = largest_magnitude(x, width) / 127.0f;
 
   uint16_t half;
   if (scale != scale) {
@@ -30,11 +20,7 @@ uint16_t quantize(const T* x, int64_t width, int8_t* codes) {
   const uint16_t halves[kLanes] = {half};
   const F32 divisor = splat(load_half(halves)[0]);
   for (int64_t i = 0; i < width; i += kLanes) {
-    F32 code = load(x + i, width - i) / divisor;
-    code = code > 127.0f ? splat(127.0f) : code;
-    code = code < -127.0f ? splat(-127.0f) : code;
-    const F32 shifter = splat(0x1.8p23f);  // adding it leaves the nearest even integer in the low bits
-    const I32 integer = (I32)(code + shifter) - (I32)shifter;
+    const I32 integer = to_code(load(x + i, width - i), divisor);
     if (width - i >= kLanes) {
       narrow(codes + i, integer);
     } else {
@@ -49,7 +35,7 @@ uint16_t quantize(const T* x, int64_t width, int8_t* codes) {
 template <class T, class Kv>
 void store_head(const T* x, int64_t width, Kv* to, uint16_t* scale) {
   if constexpr (sizeof(Kv) == 1) {
-    *scale = quantize(x, width, to);
+    *scale = quantize_head(x, width, to);
   } else {
     for (int64_t i = 0; i < width; i += kLanes) store(to + i, load(x + i, width - i), width - i);
   }

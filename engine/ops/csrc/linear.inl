@@ -1,31 +1,255 @@
-// y = x * W^T + bias over packed panels.
+// y = x * W^T + bias over packed panels: weights as floats, as int8 beside float activations, or int8 by int8.
 
-constexpr int64_t kStepsAtOnce = 512;  // 128 KiB of a panel: stays in L2 while all rows of the task pass over it
+// Weights of one pass of all rows: they stay in L1 while the rows pass over them and the next ones are fetched.
+constexpr int64_t kStepsAtOnce = 64;
 
-template <class T>
-void linear_rows(const LinearArgs& args, int64_t task) {
-  const int64_t num_panels = ceil_div(args.out_features, kPanel);
-  const int64_t panel = task % num_panels, first_row = task / num_panels * kLinearRows;
-  const int64_t rows = std::min(kLinearRows, args.rows - first_row);
-  const char* x = args.x + first_row * args.x_stride;
-  const uint32_t* words = args.panels + panel * args.steps * kPanel;
-  float* sums = reinterpret_cast<float*>(scratch(rows * kPanel * sizeof(float)));
+// A task's place in the matrices.
+struct LinearTask {
+  int64_t panel, first_row, rows, first_column, columns;
 
-  for (int64_t step = 0; step < args.steps; step += kStepsAtOnce)
-    multiply_rows<T>(x + step * 4, args.x_stride, rows, words + step * kPanel,
-                     std::min(kStepsAtOnce, args.steps - step), sums, kPanel, step > 0);
+  LinearTask(const LinearArgs& args, int64_t task) {
+    const int64_t num_panels = ceil_div(args.weight->out_features, kPanel);
+    panel = task % num_panels, first_row = task / num_panels * kLinearRows;
+    rows = std::min(kLinearRows, args.rows - first_row);
+    first_column = panel * kPanel, columns = std::min<int64_t>(kPanel, args.weight->out_features - first_column);
+  }
+};
 
-  const int64_t first_column = panel * kPanel, columns = std::min<int64_t>(kPanel, args.out_features - first_column);
-  const T* bias = args.bias ? static_cast<const T*>(args.bias) + first_column : nullptr;
-  T* out = reinterpret_cast<T*>(args.out) + first_row * args.out_features + first_column;
-  for (int64_t r = 0; r < rows; ++r, out += args.out_features)
-    for (int64_t c = 0; c < columns; c += kLanes) {
-      F32 sum = load(sums + r * kPanel + c);
-      if (bias) sum += load(bias + c, columns - c);
-      store(out + c, sum, columns - c);
+// Writes the task's outputs: finish(row of the task, column of the panel) gives kLanes of them before the bias.
+template <class T, class Finish>
+TWINPOOL_INLINE void write_outputs(const LinearArgs& args, const LinearTask& task, const Finish& finish) {
+  const int64_t width = args.weight->out_features;
+  const T* bias = args.weight->bias ? static_cast<const T*>(args.weight->bias) + task.first_column : nullptr;
+  T* out = reinterpret_cast<T*>(args.out) + task.first_row * width + task.first_column;
+  for (int64_t r = 0; r < task.rows; ++r, out += width)
+    for (int64_t c = 0; c < task.columns; c += kLanes) {
+      F32 sum = finish(r, c);
+      if (bias) sum += load(bias + c, task.columns - c);
+      store(out + c, sum, task.columns - c);
     }
 }
 
+// Multiplies the task's rows with a panel of `steps` words, kStepsAtOnce at a time; what follows is fetched ahead.
+template <class T>
+void multiply_task(const char* x, int64_t x_stride, int64_t rows, const uint32_t* words, int64_t steps,
+                   Element<T>* sums) {
+  for (int64_t step = 0; step < steps; step += kStepsAtOnce) {
+    const int64_t now = std::min(kStepsAtOnce, steps - step);
+    const uint32_t* block = words + step * kPanel;
+    multiply_rows<T>(x + step * 4, x_stride, rows, block, now, sums, kPanel, step > 0,
+                     reinterpret_cast<const char*>(block + now * kPanel));
+  }
+}
+
+template <class T>
+void linear_float(const LinearArgs& args, const LinearTask& task) {
+  const int64_t steps = args.weight->steps;
+  const uint32_t* words = args.weight->panels + task.panel * steps * kPanel;
+  float* sums = reinterpret_cast<float*>(scratch(task.rows * kPanel * sizeof(float)));
+  multiply_task<T>(args.x + task.first_row * args.x_stride, args.x_stride, task.rows, words, steps, sums);
+  write_outputs<T>(args, task, [&](int64_t r, int64_t c) { return load(sums + r * kPanel + c); });
+}
+
+// ---- int8 weights, float activations: a block of weights is turned into floats, exactly, then multiplied ----
+
+#if TWINPOOL_BF16_DOT
+// The bf16 of 0 .. 127, split into bytes, and where the bytes of two neighbours come from: 64 + i is byte i of the high.
+struct Magnitudes {
+  alignas(64) uint8_t low[128], high[128];
+  constexpr Magnitudes() : low(), high() {
+    for (int i = 1; i < 128; ++i) {
+      int exponent = 6;
+      while (!(i >> exponent)) --exponent;
+      const int bits = (127 + exponent) << 7 | ((i << (7 - exponent)) & 0x7f);
+      low[i] = static_cast<uint8_t>(bits), high[i] = static_cast<uint8_t>(bits >> 8);
+    }
+  }
+};
+struct Pairs {
+  alignas(64) uint8_t first[64], second[64];
+  constexpr Pairs() : first(), second() {
+    for (int i = 0; i < 64; ++i) {
+      const int byte = i / 4 * 4 + i % 4 / 2, half = i % 2 * 64;
+      first[i] = static_cast<uint8_t>(half + byte), second[i] = static_cast<uint8_t>(half + byte + 2);
+    }
+  }
+};
+constexpr Magnitudes kMagnitudes;
+constexpr Pairs kPairs;
+#endif
+
+// Four codes of k .. k + 3 a lane -> words as panels of T hold them.
+template <class T>
+TWINPOOL_INLINE void unpack_codes(U32 codes, U32 (&words)[4 / kPerWord<T>]) {
+#if TWINPOOL_BF16_DOT
+  if constexpr (sizeof(T) == sizeof(bf16)) {
+    // A code's magnitude is below 128: both bytes of its bf16 come from a table, the sign from the code.
+    const __m512i code = (__m512i)codes, magnitude = _mm512_abs_epi8(code);
+    const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(kMagnitudes.low), magnitude,
+                                                 _mm512_load_si512(kMagnitudes.low + 64));
+    __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(kMagnitudes.high), magnitude,
+                                            _mm512_load_si512(kMagnitudes.high + 64));
+    high = _mm512_ternarylogic_epi32(high, code, _mm512_set1_epi8(-128), 0xf8);  // high | (code & 0x80)
+    words[0] = (U32)_mm512_permutex2var_epi8(low, _mm512_load_si512(kPairs.first), high);
+    words[1] = (U32)_mm512_permutex2var_epi8(low, _mm512_load_si512(kPairs.second), high);
+    return;
+  }
+#endif
+  F32 values[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) values[i] = __builtin_convertvector((I32)(codes << (24 - 8 * i)) >> 24, F32);
+  if constexpr (sizeof(T) == sizeof(float)) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) words[i] = (U32)values[i];
+  } else {
+    words[0] = (U32)values[0] >> 16 | ((U32)values[1] & 0xffff0000u);
+    words[1] = (U32)values[2] >> 16 | ((U32)values[3] & 0xffff0000u);
+  }
+}
+
+constexpr int64_t kStepsForeseen = 16;
+
+// multiply_panel for codes that are unpacked on the way: few rows, kColumns vectors of columns at a time.
+template <class T, int kRows, int kColumns>
+void multiply_codes(const char* x, int64_t x_stride, const uint32_t* codes, int64_t steps, float* out) {
+  constexpr int kWords = 4 / kPerWord<T>;
+  for (int column = 0; column < kPanel; column += kColumns * kLanes) {
+    F32 sums[kRows][kColumns] = {};
+    for (int64_t step = 0; step < steps; ++step) {
+      U32 words[kColumns][kWords];
+      // Two rounds over the panel's columns read it in strides, which the hardware does not foresee.
+      if constexpr (kColumns < kVectors) {
+        const char* next = reinterpret_cast<const char*>(codes + (step + kStepsForeseen) * kPanel);
+        for (int64_t line = 0; line < kStepBytes; line += kLine) __builtin_prefetch(next + line);
+      }
+      for (int v = 0; v < kColumns; ++v)
+        unpack_codes<T>(load_vector<U32>(codes + step * kPanel + column + v * kLanes), words[v]);
+      for (int i = 0; i < kWords; ++i)
+        for (int r = 0; r < kRows; ++r) {
+          const U32 row_word = splat(load_vector<uint32_t>(x + r * x_stride + (step * kWords + i) * 4));
+          for (int v = 0; v < kColumns; ++v) sums[r][v] = multiply_add<T>(words[v][i], row_word, sums[r][v]);
+        }
+    }
+    for (int r = 0; r < kRows; ++r)
+      for (int v = 0; v < kColumns; ++v) store(out + r * kPanel + column + v * kLanes, sums[r][v]);
+  }
+}
+
+// Rows up to here are multiplied while unpacking; more are worth a block of unpacked weights in L1.
+constexpr int64_t kMostRowsWhileUnpacking = TWINPOOL_LANES == 16 ? 8 : 3;
+
+template <class T>
+void multiply_few(const char* x, int64_t x_stride, int64_t rows, const uint32_t* codes, int64_t steps, float* out) {
+  switch (rows) {
+    case 1: return multiply_codes<T, 1, 4>(x, x_stride, codes, steps, out);
+    case 2: return multiply_codes<T, 2, 4>(x, x_stride, codes, steps, out);
+    case 3: return multiply_codes<T, 3, 4>(x, x_stride, codes, steps, out);
+#if TWINPOOL_LANES == 16
+    case 4: return multiply_codes<T, 4, 2>(x, x_stride, codes, steps, out);
+    case 5: return multiply_codes<T, 5, 2>(x, x_stride, codes, steps, out);
+    case 6: return multiply_codes<T, 6, 2>(x, x_stride, codes, steps, out);
+    case 7: return multiply_codes<T, 7, 2>(x, x_stride, codes, steps, out);
+    case 8: return multiply_codes<T, 8, 2>(x, x_stride, codes, steps, out);
+#endif
+  }
+}
+
+template <class T>
+void multiply_many(const char* x, int64_t x_stride, int64_t rows, const uint32_t* codes, int64_t steps, float* out,
+                   uint32_t* block) {
+  constexpr int kWords = 4 / kPerWord<T>;  // words of T that one word of codes becomes
+  constexpr int64_t kCodeSteps = kStepsAtOnce / kWords;
+  for (int64_t step = 0; step < steps; step += kCodeSteps) {
+    const int64_t now = std::min(kCodeSteps, steps - step);
+    for (int64_t s = 0; s < now; ++s, codes += kPanel)
+      for (int c = 0; c < kPanel; c += kLanes) {
+        U32 words[kWords];
+        unpack_codes<T>(load_vector<U32>(codes + c), words);
+#pragma GCC unroll 4
+        for (int i = 0; i < kWords; ++i) store_vector(block + (s * kWords + i) * kPanel + c, words[i]);
+      }
+    multiply_rows<T>(x + step * kWords * 4, x_stride, rows, block, now * kWords, out, kPanel, step > 0,
+                     reinterpret_cast<const char*>(codes));
+  }
+}
+
+template <class T>
+void linear_w8a16(const LinearArgs& args, const LinearTask& task) {
+  const int64_t steps = args.weight->steps;
+  const uint32_t* codes = args.weight->panels + task.panel * steps * kPanel;
+  const float* scales = args.weight->scales + task.first_column;
+  const char* x = args.x + task.first_row * args.x_stride;
+  float* sums;
+  uint32_t* block;
+  const auto carve = [&](char* base) {
+    Carver carver(base);
+    sums = carver.take<float>(task.rows * kPanel);
+    block = carver.take<uint32_t>(kStepsAtOnce * kPanel);
+    return carver.bytes();
+  };
+  carve(scratch(carve(nullptr)));
+  if (task.rows <= kMostRowsWhileUnpacking) {
+    multiply_few<T>(x, args.x_stride, task.rows, codes, steps, sums);
+  } else {
+    multiply_many<T>(x, args.x_stride, task.rows, codes, steps, sums, block);
+  }
+  write_outputs<T>(args, task, [&](int64_t r, int64_t c) { return load(sums + r * kPanel + c) * load(scales + c); });
+}
+
+// ---- int8 weights, int8 activations ----
+
+// Codes of one row of x with one scale, largest magnitude / 127: exact inputs for exact sums. A row that is not
+// finite has a scale that is not, and codes of zero, so that all its outputs become NaN.
+template <class T>
+void quantize_row(const LinearArgs& args, int64_t row) {
+  const int64_t width = args.weight->in_features;
+  const T* x = reinterpret_cast<const T*>(args.x + row * args.x_stride);
+  int8_t* codes = args.codes + row * args.weight->steps * 4;
+  const float scale = largest_magnitude(x, width) / 127.0f;
+  args.row_scales[row] = scale;
+  const bool usable = scale > 0.0f && scale <= std::numeric_limits<float>::max();
+  const F32 divisor = splat(usable ? scale : 1.0f);
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const F32 value = usable ? load(x + i, width - i) : F32{};
+    const I32 integer = to_code(value, divisor) + kCodeOffset;
+    int8_t lanes[kLanes];
+    int8_t* to = width - i >= kLanes ? codes + i : lanes;
+    narrow(to, integer);
+    if (to == lanes) std::memcpy(codes + i, lanes, width - i);
+  }
+  std::memset(codes + width, kCodeOffset, args.weight->steps * 4 - width);
+}
+
+template <class T>
+void linear_w8a8(const LinearArgs& args, const LinearTask& task) {
+  const int64_t steps = args.weight->steps;
+  const uint32_t* words = args.weight->panels + task.panel * steps * kPanel;
+  const float* scales = args.weight->scales + task.first_column;
+  const int32_t* column_sums = args.weight->column_sums + task.first_column;
+  const float* row_scales = args.row_scales + task.first_row;
+  const char* codes = reinterpret_cast<const char*>(args.codes) + task.first_row * steps * 4;
+  int32_t* sums = reinterpret_cast<int32_t*>(scratch(task.rows * kPanel * sizeof(int32_t)));
+  multiply_task<int8_t>(codes, steps * 4, task.rows, words, steps, sums);
+  write_outputs<T>(args, task, [&](int64_t r, int64_t c) {
+    const I32 sum = load_vector<I32>(sums + r * kPanel + c) - kCodeOffset * load_vector<I32>(column_sums + c);
+    return __builtin_convertvector(sum, F32) * splat(row_scales[r]) * load(scales + c);
+  });
+}
+
+template <class T>
+void linear_of(const LinearArgs& args, const LinearTask& task) {
+  switch (args.weight->format) {
+    case Format::as_activations: return linear_float<T>(args, task);
+    case Format::w8a16: return linear_w8a16<T>(args, task);
+    case Format::w8a8: return linear_w8a8<T>(args, task);
+  }
+}
+
 void linear(const LinearArgs& args, int64_t task) {
-  args.dtype == Dtype::bf16 ? linear_rows<bf16>(args, task) : linear_rows<float>(args, task);
+  args.weight->dtype == Dtype::bf16 ? linear_of<bf16>(args, LinearTask(args, task))
+                                    : linear_of<float>(args, LinearTask(args, task));
+}
+
+void quantize(const LinearArgs& args, int64_t row) {
+  args.weight->dtype == Dtype::bf16 ? quantize_row<bf16>(args, row) : quantize_row<float>(args, row);
 }

@@ -9,6 +9,7 @@ constexpr int kLanes = TWINPOOL_LANES;
 typedef float F32 __attribute__((vector_size(4 * kLanes)));
 typedef int32_t I32 __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t U32 __attribute__((vector_size(4 * kLanes)));
+typedef int16_t I16 __attribute__((vector_size(4 * kLanes)));
 
 template <class V>
 TWINPOOL_INLINE V load_vector(const void* from) {
@@ -41,7 +42,9 @@ TWINPOOL_INLINE void narrow(int8_t* to, I32 v) { _mm_storeu_si128((__m128i*)to, 
 TWINPOOL_INLINE void narrow(uint16_t* to, U32 v) {
   _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16((__m512i)v));
 }
+TWINPOOL_INLINE I32 pair_sums(I16 a, I16 b) { return (I32)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
 #elif TWINPOOL_LANES == 8
+TWINPOOL_INLINE I32 pair_sums(I16 a, I16 b) { return (I32)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
 TWINPOOL_INLINE F32 fma(F32 a, F32 b, F32 c) { return _mm256_fmadd_ps(a, b, c); }
 TWINPOOL_INLINE I32 widen(const int8_t* from) {
   return (I32)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
@@ -63,6 +66,15 @@ TWINPOOL_INLINE F32 fma(F32 a, F32 b, F32 c) {
   return vfmaq_f32(c, a, b);
 #else
   return a * b + c;
+#endif
+}
+// a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1] for every lane i
+TWINPOOL_INLINE I32 pair_sums(I16 a, I16 b) {
+#if defined(__x86_64__)
+  return (I32)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+  const I32 x = (I32)a, y = (I32)b;
+  return (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16);
 #endif
 }
 TWINPOOL_INLINE I32 widen(const int8_t* from) { return I32{from[0], from[1], from[2], from[3]}; }

@@ -109,8 +109,25 @@ ThreadPool& pool() {
   return *instance;
 }
 
-struct Free {
-  void operator()(char* memory) const { std::free(memory); }
+// Memory that only grows.
+class Growing {
+ public:
+  char* at_least(size_t bytes) {
+    if (size_ < bytes) {
+      size_ = 0;
+      memory_.reset(static_cast<char*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64)));
+      if (!memory_) throw std::bad_alloc();
+      size_ = bytes;
+    }
+    return memory_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(char* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<char, Free> memory_;
+  size_t size_ = 0;
 };
 
 }  // namespace
@@ -120,15 +137,13 @@ void set_num_threads(int count) { pool().resize(count); }
 void run_tasks(int64_t count, Task task, const void* context) { pool().run(count, task, context); }
 
 char* scratch(size_t bytes) {
-  thread_local std::unique_ptr<char, Free> memory;
-  thread_local size_t size = 0;
-  if (size < bytes) {
-    size = 0;
-    memory.reset(static_cast<char*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64)));
-    if (!memory) throw std::bad_alloc();
-    size = bytes;
-  }
-  return memory.get();
+  thread_local Growing memory;
+  return memory.at_least(bytes);
+}
+
+char* caller_scratch(size_t bytes) {
+  thread_local Growing memory;
+  return memory.at_least(bytes);
 }
 
 }  // namespace twinpool

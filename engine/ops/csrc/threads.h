@@ -23,6 +23,9 @@ void parallel_for(int64_t count, const Body& body) {
 // At least `bytes` of this thread's scratch memory, aligned for any vector; valid until the thread's next call.
 char* scratch(size_t bytes);
 
+// The same for what a call hands to its tasks: this thread's tasks use their own `scratch` beside it.
+char* caller_scratch(size_t bytes);
+
 // Cuts one piece of scratch memory into arrays. Measure first (with base null), then cut.
 class Carver {
  public:
