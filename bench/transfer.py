@@ -1,11 +1,11 @@
 """How close kvtransfer comes to the machine: rows between two processes, beside a socket and memcpy in one run.
 
-Run: python -m bench.transfer [--seconds S]
+Run: python -m bench.transfer [--seconds S] [--no-ttft]
 
-Every round measures, one after the other, for each row size: a memory copy of scattered rows (one thread), a raw TCP
-socket that gathers and scatters the same rows without any protocol or checksum, and a whole transfer (reserve, push,
-verify, commit) over each transport. The table shows medians over the rounds, with the CPU seconds of both ends; the
-last line is one JSON object.
+Every round measures, one after the other, for each row size: a memory copy of scattered rows (one thread), the other
+ways of transfer_peers.py (a raw TCP socket, gRPC, and Mooncake and NIXL where they are installed) with the same rows,
+and a whole transfer (reserve, push, verify, commit) over each transport. The table shows medians over the rounds, with
+the CPU seconds of both ends. Then whole requests are timed (transfer_ttft.py); the last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -26,7 +25,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any
 
+from bench import transfer_ttft
 from bench.machine import describe
+from bench.transfer_peers import RECEIVING, SENDING, Receiving, Sending, address_of
 from kvtransfer import Commit, KvReceiver, KvSender, PushResult, Region, SharedMemory, wire
 from kvtransfer.outbound import FRAME_BYTES
 from twinpool.errors import TransferFailed
@@ -82,21 +83,26 @@ def receiving_process(control: Control) -> None:
     receivers = {name: KvReceiver(regions[name], fingerprint=FINGERPRINT, memory=memories[name]) for name in ROW_SIZES}
     for receiver in receivers.values():
         receiver.start()
-    listener = socket.create_server(("127.0.0.1", 0))
-    control.send(listener.getsockname()[1])
-    raw = listener.accept()[0]
+    control.send({name: [address_of(region.buffer) for region in regions[name]] for name in ROW_SIZES})
+    peers: dict[str, Receiving] = {}
     while (command := control.receive()) is not None:
         kind, name, seed = command
         if kind == "cpu":
             control.send(time.process_time())
             continue
+        if kind == "start":
+            try:
+                peers[name] = RECEIVING[name](regions)
+                control.send(peers[name].describe())
+            except ImportError as exc:
+                print(f"bench.transfer: no {name}: {exc}", file=sys.stderr)
+                control.send(None)
+            continue
         rows = scattered(regions[name], seed + 1)
-        if kind == "socket":
-            for piece in pieces(regions[name], rows):
-                view = piece
-                while view:
-                    view = view[raw.recv_into(view, 0, socket.MSG_WAITALL) :]
-            raw.sendall(b"\x01")
+        if kind in peers:
+            peers[kind].prepare(pieces(regions[name], rows))
+            control.send(True)
+            peers[kind].serve()
             continue
         ended = threading.Event()
 
@@ -109,8 +115,8 @@ def receiving_process(control: Control) -> None:
         control.send(reservation.target.hex())
         ended.wait(PATIENCE_S)
         reservation.release()
-    raw.close()
-    listener.close()
+    for peer in peers.values():
+        peer.close()
     for receiver in receivers.values():
         receiver.close()
 
@@ -138,8 +144,8 @@ class Bench:
             for transport in TRANSPORTS
             for name in ROW_SIZES
         }
-        self._raw = socket.create_connection(("127.0.0.1", control.receive()))
-        self._raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._there: dict[str, list[int]] = control.receive()  # where the other process' regions begin
+        self._peers = self._start_peers()
         self._copy = {name: make_regions(size) for name, size in ROW_SIZES.items()}
         self._seed = 0
 
@@ -151,13 +157,24 @@ class Bench:
             to[:] = what
         return time.perf_counter() - begun
 
-    def raw(self, name: str) -> float:
-        self._control.send(("socket", name, self._seed))
+    def _start_peers(self) -> dict[str, Sending]:
+        peers: dict[str, Sending] = {}
+        for kind in SENDING:
+            self._control.send(("start", kind, 0))
+            described = self._control.receive()
+            if described is not None:
+                peers[kind] = SENDING[kind](self._regions, described)
+        return peers
+
+    def peer(self, kind: str, name: str) -> float:
+        """One of the other ways."""
+        self._control.send((kind, name, self._seed))
         source = pieces(self._regions[name], scattered(self._regions[name], self._seed))
+        rows = scattered(self._regions[name], self._seed + 1)
+        there = [begin + row * ROW_SIZES[name] for begin in self._there[name] for row in rows]
+        self._control.receive()
         begun = time.perf_counter()
-        for piece in source:
-            self._raw.sendall(piece)
-        self._raw.recv(1)
+        self._peers[kind].send(source, there)
         return time.perf_counter() - begun
 
     def transfer(self, transport: str, name: str) -> float:
@@ -184,7 +201,8 @@ class Bench:
 
     def round(self, name: str) -> dict[str, Sample]:
         """Every contender once."""
-        contenders: dict[str, Callable[[str], float]] = {"memcpy": self.memcpy, "socket": self.raw}
+        contenders: dict[str, Callable[[str], float]] = {"memcpy": self.memcpy}
+        contenders |= {kind: partial(self.peer, kind) for kind in self._peers}
         contenders |= {transport: partial(self.transfer, transport) for transport in TRANSPORTS}
         samples = {}
         for kind, measure in contenders.items():
@@ -202,7 +220,8 @@ class Bench:
 
     def close(self) -> None:
         self._control.send(None)
-        self._raw.close()
+        for peer in self._peers.values():
+            peer.close()
         for sender in self._senders.values():
             sender.close()
 
@@ -210,10 +229,14 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20, help="how long to measure (default 20 s)")
+    parser.add_argument("--no-ttft", action="store_true", help="do not start a deployment to time whole requests")
+    parser.add_argument("--ttft-pairs", type=int, default=6, help="pairs of whole requests, some 10 s each (default 6)")
     parser.add_argument("--receive", action="store_true", help=argparse.SUPPRESS)  # the second process
     options = parser.parse_args()
     if options.receive:
-        receiving_process(Control(sys.stdin, sys.stdout))
+        answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # libraries may print
+        receiving_process(Control(sys.stdin, answers))
         return
     receiving = subprocess.Popen(
         [sys.executable, "-m", "bench.transfer", "--receive"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -230,7 +253,15 @@ def main() -> None:
             rounds[name].append(bench.round(name))
     bench.close()
     receiving.wait(PATIENCE_S)
-    report(rounds)
+    result = report(rounds)
+    result |= {"ttft_transfer_share_2048": None} if options.no_ttft else transfer_ttft.measure(options.ttft_pairs)
+    if not options.no_ttft:
+        print(
+            f"2,048 tokens: the transfer adds {result['ttft_transfer_share_2048']:.1%} to a TTFT of "
+            f"{result['ttft_ms_2048']} ms; {result['handoff_ms_2048']} ms from the first to the second token, where a "
+            f"decode step takes {result['decode_step_ms']} ms"
+        )
+    print(json.dumps(result))
 
 
 def wire_bytes_ratio() -> float:
@@ -250,41 +281,42 @@ def wire_bytes_ratio() -> float:
             attempt=1,
             region=1,
             positions=wire.pack_u32(range(num_rows)),
-            checksums=wire.pack_u64(range(num_rows)),
+            checksums=b"",
         )
-        sent += len(wire.encode(put, num_rows * row_bytes)) + num_rows * row_bytes
+        payload = num_rows * (row_bytes + wire.CHECKSUM_BYTES)
+        sent += len(wire.encode(put, payload)) + payload
         rows_left -= num_rows
     return sent / (tokens * heads * HEAD_DIM * 2 * 2)
 
 
-def report(rounds: dict[str, list[dict[str, Sample]]]) -> None:
+def report(rounds: dict[str, list[dict[str, Sample]]]) -> dict[str, Any]:
+    """Prints the table; returns the figures. Ratios are of two neighbours in a round: ours over the other's speed."""
     print(
         f"{MOVED_BYTES >> 20} MiB of scattered rows, {len(rounds['1m'])} rounds, "
         f"{os.cpu_count()} CPUs ({platform.machine()}), load {os.getloadavg()[0]:.1f}"
     )
     print(f"{'rows':>5} {'':>10} {'GB/s':>7} {'CPU s/GB':>9} {'of socket':>10} {'of memcpy':>10}")
-    result: dict[str, object] = {"bench": "transfer", **describe()}
+    result: dict[str, Any] = {"bench": "transfer", **describe()}
+    kinds = list(rounds["1m"][0])
     for name in ROW_SIZES:
-        for kind in ("memcpy", "socket", *TRANSPORTS):
+        for kind in kinds:
             speed = statistics.median(samples[kind].gb_per_s for samples in rounds[name])
             cpu = statistics.median(samples[kind].cpu_s_per_gb for samples in rounds[name])
-            ratios = {
-                limit: statistics.median(samples[limit].seconds / samples[kind].seconds for samples in rounds[name])
-                for limit in ("socket", "memcpy")
-            }
-            print(f"{name:>5} {kind:>10} {speed:7.2f} {cpu:9.3f} {ratios['socket']:10.2f} {ratios['memcpy']:10.2f}")
+            of_socket, of_memcpy = (ratio(rounds[name], kind, limit) for limit in ("socket", "memcpy"))
+            print(f"{name:>5} {kind:>10} {speed:7.2f} {cpu:9.3f} {of_socket:10.2f} {of_memcpy:10.2f}")
             if kind in TRANSPORTS:
-                result |= {f"{kind}_{limit}_ratio_{name}": round(ratio, 3) for limit, ratio in ratios.items()}
+                result |= {f"{kind}_socket_ratio_{name}": of_socket, f"{kind}_memcpy_ratio_{name}": of_memcpy}
             result |= {f"{kind}_gb_per_s_{name}": round(speed, 3), f"{kind}_cpu_s_per_gb_{name}": round(cpu, 3)}
+    for other in ("grpc", "mooncake", "nixl"):
+        result[f"tcp_vs_{other}"] = ratio(rounds["1m"], "tcp", other) if other in kinds else None
     wire_ratio = wire_bytes_ratio()
     print(f"bytes on the wire with int8, headers included: {wire_ratio:.4f} of bf16's rows (head size {HEAD_DIM})")
-    result |= {
-        "wire_bytes_ratio": round(wire_ratio, 4),
-        "tcp_vs_mooncake": None,  # no such transport yet
-        "tcp_vs_nixl": None,
-        "ttft_transfer_share_2048": None,  # bench.online measures whole requests
-    }
-    print(json.dumps(result))
+    return result | {"wire_bytes_ratio": round(wire_ratio, 4)}
+
+
+def ratio(rounds: Sequence[dict[str, Sample]], kind: str, other: str) -> float:
+    """The speed of `kind` over that of `other`, the median of the rounds."""
+    return round(statistics.median(samples[other].seconds / samples[kind].seconds for samples in rounds), 3)
 
 
 if __name__ == "__main__":
