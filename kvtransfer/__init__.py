@@ -30,10 +30,9 @@ missing rows and aborts (TransferFailed), another model or cache (Incompatible),
     wire.py, handshake.py       frames; who may send them    push.py, outbound.py, sender.py   prefill's side
     digest.py, memory.py        row checksums; memory that  transports/   how bytes move: one file each
                                 can be shared                writers.py    who may still write: quarantine
-    metrics.py, faults.py       what it reports; faults on purpose, for tests
+    metrics.py                  what it reports
 """
 
-from kvtransfer.faults import Faults
 from kvtransfer.memory import SharedMemory, cache_memory
 from kvtransfer.metrics import NoMetrics, TransferMetrics
 from kvtransfer.push import Push, PushResult
@@ -44,7 +43,6 @@ from kvtransfer.sender import KvSender
 
 __all__ = [
     "Commit",
-    "Faults",
     "KvReceiver",
     "KvSender",
     "NoMetrics",

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtransfer import handshake, transports
-from kvtransfer.faults import Faults
 from kvtransfer.metrics import NoMetrics, TransferMetrics
 from kvtransfer.outbound import Outbound
 from kvtransfer.push import Push
@@ -35,18 +34,14 @@ class KvSender:
         cluster_key: str = "",
         transport: str = transports.AUTO,
         metrics: TransferMetrics | None = None,
-        faults: Faults | None = None,
     ) -> None:
-        """transport: a name, or "auto" for the first of what the receiver offers that works.
-
-        faults: to inject, for tests of what happens around a transfer that goes wrong (kvtransfer/faults.py)."""
+        """transport: a name, or "auto" for the first of what the receiver offers that works."""
         self._regions = check_regions(regions)
         self._party = handshake.Party(fingerprint=fingerprint, regions=self._regions, cluster_key=cluster_key)
         self._metrics = metrics or NoMetrics()
         self._transports = transports.choose(transport)
         for each in self._transports.values():
             each.register(self._regions, None)
-        self._faults = faults
         self._lock = threading.Lock()
         self._links: dict[_Receiver, Outbound] = {}
         self._closed = False
@@ -99,8 +94,7 @@ class KvSender:
         connect_by = min(deadline, time.monotonic() + CONNECT_TIMEOUT_S)
 
         def connect() -> Link:
-            link = self._connect_best(receiver, connect_by)
-            return link if self._faults is None else self._faults.wrap(link)
+            return self._connect_best(receiver, connect_by)
 
         def forget(ended: Outbound) -> None:
             with self._lock:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import twinpool
 from engine.engine import Engine
-from kvtransfer import Faults, KvSender
+from kvtransfer import KvSender
 from prefill.config import PrefillConfig
 from prefill.metrics import PrefillMetrics, SenderMetrics
 from prefill.server import PrefillServer, encode_note
@@ -52,7 +52,6 @@ async def _serve(config: PrefillConfig, stop: asyncio.Event) -> None:
             cluster_key=config.cluster_key,
             transport=config.kv_transport,
             metrics=SenderMetrics(figures),
-            faults=Faults.parse(config.kv_faults),
         )
         closing.callback(sender.close)
         worker = Worker(

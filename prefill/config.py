@@ -26,7 +26,6 @@ class PrefillConfig(WorkerConfig):
     max_requests: int = option(1024, help="requests accepted at a time, waiting ones included", minimum=1)
     request_timeout: float = option(600.0, help="of a call that brings no deadline", unit="s", minimum=0.001)
     drain_timeout: float = option(60.0, help="for what is running when the worker is told to stop", unit="s", minimum=0)
-    kv_faults: str = option("", help="faults to inject into KV transfers, for tests: see kvtransfer/faults.py")
 
     @property
     def limits(self) -> BatchLimits:

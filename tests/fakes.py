@@ -1,4 +1,6 @@
-"""Prefill and decode workers without a model, in the test's own process, that answer over real gRPC.
+"""What stands in for a real thing in tests: workers without a model, and a transport on which things go wrong.
+
+Prefill and decode workers without a model, in the test's own process, that answer over real gRPC.
 
 The "model" is a function of (prompt, choice) to the tokens of the whole answer, so that an answer put together from
 several workers can be told from a wrong one. Faults are scripted: each worker takes the next `Fault` of its list for
@@ -8,19 +10,46 @@ the next request, and works well when the list is empty.
         prefill = await fakes.prefill("p0")
         decode = await fakes.decode("d0", step_s=0.001)
         prefill.faults.append(Fault.REFUSE)
+
+A transport on which things go wrong: real links, wrapped at the seam between a transfer and how its bytes move.
+
+    with injected(Faults(delay_ms=500)):
+        sender = KvSender(...)  # every link that it makes, now or later, is a faulty one
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+import os
+import queue
+import random
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum, auto
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
+from kvtransfer import transports, wire
+from kvtransfer.digest import row_checksum
+from kvtransfer.transports import Link, Transport
 from service.registration import Registration, new_incarnation
 from service.serve import Service, Serving, serve
-from twinpool.errors import ChecksumMismatch, Internal, InvalidRequest, Overloaded, TwinpoolError, Unavailable
+from twinpool.errors import (
+    ChecksumMismatch,
+    Internal,
+    InvalidRequest,
+    Overloaded,
+    PeerLost,
+    TransferTimeout,
+    TwinpoolError,
+    Unavailable,
+)
 from twinpool.v1 import router_pb2, worker_pb2
 from twinpool.v1.worker_pb2_grpc import (
     DecodeServicer,
@@ -380,3 +409,204 @@ class Deployment:
         held = [f"{worker.name} runs {worker.running}" for worker in self.workers if worker.running]
         held += [f"{w.name} has {list(w.open)}" for w in self.workers if isinstance(w, FakeDecode) and w.open]
         return held + [f"target {target!r}" for target in self.fabric.targets]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """What happens to what a sender sends; 0 and "" mean: nothing of that kind. Puts are counted on each link."""
+
+    delay_ms: float = 0  # what is sent arrives later, in order; the sender goes on as if it had left
+    delay_from_region: int = 0  # only from this region on, and whatever follows
+    drop: str = ""  # frames of this kind, as in "Put" or "Commit", never leave; "write": one-sided writes do not happen
+    drop_every: int = 1  # only every N-th of them is lost
+    break_after_rows: int = 0  # every link breaks when so many rows have left on it
+    kill_after_rows: int = 0  # the sender's process ends by SIGKILL then
+    corrupt_every: int = 0  # one bit of every N-th row is flipped on its way; the sender's memory is untouched
+    corrupt_byte: int = -1  # of the row; -1: any
+    mangle_every: int = 0  # one bit of the header of every N-th Put is flipped
+    mangle_field: str = ""  # of Put; empty: any
+    duplicate_every: int = 0  # every N-th Put is sent twice
+    reorder_every: int = 0  # every N-th Put leaves after the frame that follows it
+    fail_fraction: float = 0  # this fraction of commits carries a wrong digest
+    seed: int = 0  # makes the choices repeatable
+
+
+@contextmanager
+def injected(faults: Faults | None) -> Iterator[None]:
+    """Whoever makes a transport in here connects over faulty links from then on; None changes nothing."""
+    create = transports.create
+    with patch.object(transports, "create", create if faults is None else lambda name: _Faulty(create(name), faults)):
+        yield
+
+
+class _Faulty:
+    """A transport whose outgoing links are faulty."""
+
+    def __init__(self, transport: Transport, faults: Faults) -> None:
+        self._transport = transport
+        self._faults = faults
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def connect(self, endpoint: str, *, deadline: float) -> FaultyLink:
+        return FaultyLink(self._transport.connect(endpoint, deadline=deadline), self._faults)
+
+
+class FaultyLink:
+    """Damages, delays, repeats, reorders or loses what is sent; what is received passes untouched."""
+
+    def __init__(self, link: Link, faults: Faults) -> None:
+        self._link = link
+        self._faults = faults
+        self._random = random.Random(faults.seed or None)
+        self._num_rows = self._num_puts = self._num_droppable = 0
+        self._held: tuple[wire.Message, Sequence[memoryview]] | None = None  # leaves after the next frame
+        self._frames: deque[tuple[wire.Message, Sequence[memoryview]]] = deque()  # still to be begun
+        self._sending = False
+        self._late: queue.SimpleQueue[tuple[float, Callable[[], object]] | None] = queue.SimpleQueue()
+        self._delaying = False
+        self._stop = threading.Event()
+        self._later = threading.Thread(target=self._send_late, name=f"kv-delay {link.peer}", daemon=True)
+        if faults.delay_ms:
+            self._later.start()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._link, name)
+
+    def start(self, message: wire.Message, payload: Sequence[memoryview] = ()) -> None:
+        frames = list(self._changed(message, payload))
+        region = message.region if isinstance(message, wire.Put) else 0
+        if not self._is_late(region):
+            self._frames.extend(frames)
+            return
+        for frame in frames:
+            self._put_off(partial(self._send_within, *frame))
+
+    def advance(self) -> bool:
+        while self._sending or self._frames:
+            if not self._sending:
+                self._link.start(*self._frames.popleft())
+                self._sending = True
+            if not self._link.advance():
+                return False
+            self._sending = False
+        return True
+
+    def write(self, region: int, rows: Sequence[int], sources: Sequence[memoryview], *, deadline: float) -> list[int]:
+        late, lost = self._is_late(region), self._loses("write")
+        if not late and not lost and not self._faults.corrupt_every:
+            self._count(len(rows))
+            return self._link.write(region, rows, sources, deadline=deadline)
+        checksums = [row_checksum(source) for source in sources]
+        arriving = [self._damaged(1, [memoryview(bytearray(source))])[0] for source in sources]
+        if late and not lost:
+            self._put_off(lambda: self._link.write(region, rows, arriving, deadline=_later()))
+        elif not lost:
+            self._link.write(region, rows, arriving, deadline=deadline)
+        return checksums
+
+    def send(self, message: wire.Message, payload: Sequence[memoryview] = (), *, deadline: float) -> None:
+        if not self._loses(type(message).__name__):
+            self._link.send(message, payload, deadline=deadline)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._late.put(None)
+        self._link.cut()
+        if self._later.is_alive():
+            self._later.join()
+        self._link.close()
+
+    def _changed(
+        self, message: wire.Message, payload: Sequence[memoryview]
+    ) -> Iterator[tuple[wire.Message, Sequence[memoryview]]]:
+        faults = self._faults
+        if isinstance(message, wire.Put):
+            self._num_puts += 1
+            if payload:
+                payload = self._damaged(len(message.positions) // 4, [memoryview(b"".join(payload))])
+            if _is_nth(self._num_puts, faults.mangle_every):
+                message = self._mangled(message)
+            if _is_nth(self._num_puts, faults.reorder_every):
+                self._held = (message, payload)
+                return
+        elif isinstance(message, wire.Commit) and self._random.random() < faults.fail_fraction:
+            message = replace(message, digest=bytes(len(message.digest)))
+        if not self._loses(type(message).__name__):
+            yield message, payload
+            if isinstance(message, wire.Put) and _is_nth(self._num_puts, faults.duplicate_every):
+                yield message, payload
+        if self._held is not None:
+            held, self._held = self._held, None
+            yield held
+
+    def _loses(self, kind: str) -> bool:
+        if kind != self._faults.drop:
+            return False
+        self._num_droppable += 1
+        return _is_nth(self._num_droppable, self._faults.drop_every)
+
+    def _damaged(self, num_rows: int, payload: Sequence[memoryview]) -> Sequence[memoryview]:
+        before = self._num_rows
+        self._count(num_rows)
+        if not self._faults.corrupt_every:
+            return payload
+        rows = bytearray(b"".join(payload))
+        row_bytes = len(rows) // num_rows
+        for row in range(num_rows):
+            if _is_nth(before + row + 1, self._faults.corrupt_every):
+                byte = self._faults.corrupt_byte
+                byte = self._random.randrange(row_bytes) if byte < 0 else byte
+                rows[row * row_bytes + byte] ^= 1 << self._random.randrange(8)
+        return [memoryview(rows)]
+
+    def _count(self, num_rows: int) -> None:
+        self._num_rows += num_rows
+        if 0 < self._faults.kill_after_rows < self._num_rows:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if 0 < self._faults.break_after_rows < self._num_rows:
+            self._link.cut()
+            raise PeerLost(f"injected: the link breaks after {self._faults.break_after_rows} rows")
+
+    def _mangled(self, put: wire.Put) -> wire.Put:
+        """Another value of one field, that differs in one bit and is well formed."""
+        name = self._faults.mangle_field or self._random.choice([each.name for each in fields(put)])
+        value = getattr(put, name)
+        if isinstance(value, int):
+            bits = 16 if name == "region" else 32
+            return replace(put, **{name: value ^ 1 << self._random.randrange(bits)})
+        data = bytearray(value.encode() if isinstance(value, str) else value)
+        data[self._random.randrange(len(data))] ^= 1
+        return replace(put, **{name: data.decode() if isinstance(value, str) else bytes(data)})
+
+    def _is_late(self, region: int) -> bool:
+        """Whether something is delayed. Once one thing is, all that follows stays behind it."""
+        if self._faults.delay_ms and region >= self._faults.delay_from_region:
+            self._delaying = True
+        return self._delaying
+
+    def _put_off(self, act: Callable[[], object]) -> None:
+        self._late.put((time.monotonic() + self._faults.delay_ms / 1000, act))
+
+    def _send_within(self, message: wire.Message, payload: Sequence[memoryview]) -> None:
+        self._link.send(message, payload, deadline=_later())
+
+    def _send_late(self) -> None:
+        while (item := self._late.get()) is not None:
+            due, act = item
+            if self._stop.wait(max(0.0, due - time.monotonic())):
+                return
+            try:
+                act()
+            except (PeerLost, TransferTimeout, wire.Malformed):
+                self._link.cut()  # its owner learns from the reading side
+                return
+
+
+def _is_nth(number: int, every: int) -> bool:
+    return bool(every) and number % every == 0
+
+
+def _later() -> float:
+    return time.monotonic() + 30.0

@@ -24,13 +24,15 @@ from decode.request import Request as DecodeRequest
 from decode.server import decode_note
 from engine.batch import Batch, BatchItem
 from engine.engine import Engine
+from engine.kv_cache import KvCache
 from engine.sampling import Sampled, SampleRow
-from kvtransfer import Faults, KvReceiver, KvSender
+from kvtransfer import KvReceiver, KvSender, SharedMemory
 from prefill.metrics import PrefillMetrics, SenderMetrics
 from prefill.request import Finished, FirstTokens, Transferred
 from prefill.request import Request as PrefillRequest
 from prefill.scheduler import BatchLimits
 from prefill.server import encode_note
+from tests.fakes import Faults, injected
 from twinpool.sampling import FinishReason, SamplingParams
 
 TIMEOUT_S = 30.0
@@ -171,22 +173,30 @@ class Pair:
         swap_rows: int = 512,
         max_waiting: int = 256,
         faults: Faults | None = None,
+        transport: str = "tcp",
     ) -> None:
+        self.memory = SharedMemory()
+        if transport == "shm":  # its cache has to lie where the sender can reach it
+            cache = decode_engine.cache
+            decode_engine.cache = KvCache(cache.layout, cache.num_rows, allocate=self.memory.allocate)
         self.prefill_engine, self.decode_engine = prefill_engine, decode_engine
         self.registry = CollectorRegistry()
         prefill_metrics, decode_metrics = PrefillMetrics(self.registry), DecodeMetrics(self.registry)
         self.receiver = KvReceiver(
             decode.worker.regions(decode_engine.cache),
             fingerprint=decode_engine.fingerprint,
+            transport=transport,
+            memory=self.memory,
             metrics=ReceiverMetrics(decode_metrics),
         )
         self.receiver.start()
-        self.sender = KvSender(
-            prefill.worker.regions(prefill_engine.cache),
-            fingerprint=prefill_engine.fingerprint,
-            metrics=SenderMetrics(prefill_metrics),
-            faults=faults,
-        )
+        with injected(faults):
+            self.sender = KvSender(
+                prefill.worker.regions(prefill_engine.cache),
+                fingerprint=prefill_engine.fingerprint,
+                transport=transport,
+                metrics=SenderMetrics(prefill_metrics),
+            )
         self.prefill = prefill.worker.Worker(
             prefill_engine,
             self.sender,
@@ -271,6 +281,7 @@ class Pair:
         self.decode.close()
         self.sender.close()
         self.receiver.close()
+        self.memory.close()
 
 
 @contextmanager

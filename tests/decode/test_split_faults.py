@@ -13,11 +13,11 @@ import torch
 
 from decode.request import Ended, Reason, Reserved, Token
 from engine.engine import Engine
-from kvtransfer import Faults
 from prefill.request import Finished, FirstTokens
 from tests import tiny_models
 from tests.decode.pair import Pair, alone, greedy, load_engine, open_pair
 from tests.decode.test_split_pools import prompt_of, prompts
+from tests.fakes import Faults
 from twinpool.errors import ChecksumMismatch, Incompatible, Internal, InvalidRequest, PeerLost, TransferTimeout
 
 EngineFactory = Callable[..., Engine]
@@ -106,7 +106,7 @@ def test_cancel_of_one_choice_leaves_the_others(engine: EngineFactory, oracle: E
 
 @pytest.mark.parametrize(
     ("faults", "error"),
-    [(Faults(corrupt_every=2), ChecksumMismatch), (Faults(drop_after_rows=3), PeerLost)],
+    [(Faults(corrupt_every=2), ChecksumMismatch), (Faults(break_after_rows=3), PeerLost)],
 )
 def test_broken_transfer_is_never_decoded(engine: EngineFactory, faults: Faults, error: type) -> None:  # C6
     with open_pair(engine(), engine(), faults=faults) as pair:

@@ -13,12 +13,13 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.fakes import Faults
 from twinpool.client import Client
 
 START_TIMEOUT_S = 60.0
@@ -129,8 +130,19 @@ class Cluster:
         self.wait_ready(name)
         return process
 
-    def worker(self, pool: str, name: str, *, env: dict[str, str] | None = None, **options: str) -> Process:
-        """Starts a worker without waiting for it. Joins every router that runs now, unless told otherwise."""
+    def worker(
+        self,
+        pool: str,
+        name: str,
+        *,
+        env: dict[str, str] | None = None,
+        faults: Faults | None = None,
+        **options: str,
+    ) -> Process:
+        """Starts a worker without waiting for it. Joins every router that runs now, unless told otherwise.
+
+        faults: of a prefill worker's links.
+        """
         routers = ",".join(p.address for n, p in self.processes.items() if n.startswith("router"))
         defaults = {
             "model": str(self.model),
@@ -144,7 +156,13 @@ class Cluster:
         }
         if pool == "decode":
             defaults |= {"kv_port": "0", "swap": "4MiB"}
-        return self._start(name, pool, {**defaults, **options}, env or {})
+        options = {**defaults, **options}
+        if faults is None:
+            return self._start(name, pool, options, env or {})
+        assert pool == "prefill"
+        return self._start(
+            name, "tests.faulty_prefill", options, {**(env or {}), "KV_FAULTS": json.dumps(asdict(faults))}
+        )
 
     def client(self, router: str = "router", **options: Any) -> Client:
         return Client(self.processes[router].address, **options)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes import Faults
 from tests.flow.cluster import Cluster, wait_until
 from tests.flow.oracle import Oracle
 from twinpool import errors
@@ -31,7 +32,7 @@ def test_closing_a_stream_frees_both_workers(shared: Cluster) -> None:
 
 def test_cancel_after_prefill_and_before_the_transfer_ends(deploy: Callable[..., Cluster]) -> None:  # L1
     cluster = deploy(0, 1)
-    cluster.worker("prefill", "prefill-slow", env={"TWINPOOL_KV_FAULTS": "delay_ms=300"})
+    cluster.worker("prefill", "prefill-slow", faults=Faults(delay_ms=300))
     cluster.wait_ready("prefill-slow")
     cluster.wait_workers(2)
     with cluster.client() as client:

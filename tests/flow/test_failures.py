@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes import Faults
 from tests.flow.cluster import Cluster, wait_until
 from tests.flow.oracle import Oracle
 from twinpool import errors
@@ -77,7 +78,7 @@ def test_prefill_worker_killed_before_the_first_token_is_retried_elsewhere(
 ) -> None:
     cluster = deploy(1, 1)
     # the first worker stalls in the transfer of its first rows; it is killed there and another takes over
-    cluster.worker("prefill", "prefill-slow", env={"TWINPOOL_KV_FAULTS": "delay_ms=60000"})
+    cluster.worker("prefill", "prefill-slow", faults=Faults(delay_ms=60_000))
     cluster.wait_ready("prefill-slow")
     cluster.processes["prefill-0"].stop()
     cluster.wait_workers(2)
@@ -96,10 +97,10 @@ def test_prefill_worker_killed_before_the_first_token_is_retried_elsewhere(
     cluster.assert_baseline()
 
 
-@pytest.mark.parametrize("fault", ["corrupt_every=2", "drop_after_rows=3"])
-def test_broken_transfer_is_never_decoded(deploy: Callable[..., Cluster], oracle: Oracle, fault: str) -> None:
+@pytest.mark.parametrize("fault", [Faults(corrupt_every=2), Faults(break_after_rows=3)])
+def test_broken_transfer_is_never_decoded(deploy: Callable[..., Cluster], oracle: Oracle, fault: Faults) -> None:
     cluster = deploy(0, 1)
-    cluster.worker("prefill", "prefill-bad", env={"TWINPOOL_KV_FAULTS": fault})
+    cluster.worker("prefill", "prefill-bad", faults=fault)
     cluster.wait_ready("prefill-bad")
     cluster.wait_workers(2)
     with cluster.client(retries=0, timeout_s=30) as client:

@@ -24,6 +24,7 @@ from kvtransfer import (
 from kvtransfer.digest import Manifest, commit_context, row_checksum
 from kvtransfer.target import Span, Target
 from kvtransfer.transports.tcp import TcpLink, parse_endpoint
+from tests.fakes import Faults, injected
 from twinpool.errors import TransferFailed
 
 KEY = "the cluster's key"
@@ -131,6 +132,11 @@ class Pair:
         receiver = KvReceiver(regions, **options)
         receiver.start()
         return receiver
+
+    def faulty_sender(self, faults: Faults) -> KvSender:
+        """The caller closes it."""
+        with injected(faults):
+            return KvSender(self.source, fingerprint=FINGERPRINT, cluster_key=KEY, transport=self.transport)
 
     def close(self) -> None:
         self.sender.close()

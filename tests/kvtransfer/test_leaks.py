@@ -9,7 +9,8 @@ import tracemalloc
 
 import pytest
 
-from kvtransfer import Faults, KvSender
+from kvtransfer import KvSender
+from tests.fakes import Faults
 from tests.kvtransfer.peers import FINGERPRINT, KEY, PATIENCE_S, Ends, Pair, eventually
 from twinpool.errors import ChecksumMismatch
 
@@ -54,9 +55,7 @@ def fail_by_missing_rows(pair: Pair, attempt: int) -> None:
 
 
 def fail_by_damage_and_lost_link(pair: Pair, attempt: int) -> None:
-    damaging = KvSender(
-        pair.source, fingerprint=FINGERPRINT, cluster_key=KEY, transport=pair.transport, faults=Faults(corrupt_every=1)
-    )
+    damaging = pair.faulty_sender(Faults(corrupt_every=1))
     reservation, ends = pair.reserve([1, 2], attempt=attempt)
     push = pair.open(reservation, sender=damaging)
     push.put(0, [0], [3])

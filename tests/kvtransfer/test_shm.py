@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer import Faults, KvSender, Reservation, SharedMemory
+from kvtransfer import KvSender, Reservation, SharedMemory
 from kvtransfer.memory import MappedMemory
 from kvtransfer.transports import shm
 from kvtransfer.transports.shm import ShmSenderLink, ShmTransport
-from tests.kvtransfer.peers import FINGERPRINT, KEY, PATIENCE_S, Ends, Pair, eventually, make_regions, rows_of
+from tests.fakes import Faults
+from tests.kvtransfer.peers import FINGERPRINT, PATIENCE_S, Ends, Pair, eventually, make_regions, rows_of
 from twinpool.errors import ConfigError, PeerLost, TransferTimeout, Unauthenticated
 
 ROOT = Path(__file__).parents[2]
@@ -188,9 +189,7 @@ def test_release_stops_an_idle_writer_at_once(pair: Pair) -> None:  # L5: its ro
 
 
 def test_delayed_writes_keep_the_rows_in_quarantine_until_they_have_landed(pair: Pair) -> None:  # L4, L11
-    late = KvSender(
-        pair.source, fingerprint=FINGERPRINT, cluster_key=KEY, transport="shm", faults=Faults(delay_ms=1000)
-    )
+    late = pair.faulty_sender(Faults(delay_ms=1000))
     fenced = Fenced(pair, [1, 2])
     push = pair.open(fenced.reservation, sender=late)
     push.put(0, [0, 1], [10, 11])
