@@ -483,6 +483,11 @@ class FaultyLink:
         for frame in frames:
             self._put_off(partial(self._send_within, *frame))
 
+    def start_rows(self, message: wire.Put, rows: Sequence[memoryview]) -> list[int]:
+        checksums = [row_checksum(row) for row in rows]
+        self.start(message, [*self._damaged(len(rows), rows), memoryview(wire.pack_u64(checksums))])
+        return checksums
+
     def advance(self) -> bool:
         while self._sending or self._frames:
             if not self._sending:
@@ -524,10 +529,11 @@ class FaultyLink:
         faults = self._faults
         if isinstance(message, wire.Put):
             self._num_puts += 1
-            if payload:
-                payload = self._damaged(len(message.positions) // 4, [memoryview(b"".join(payload))])
             if _is_nth(self._num_puts, faults.mangle_every):
-                message = self._mangled(message)
+                if faults.mangle_field == "checksums" and payload:  # they stand behind the rows
+                    payload = [*payload[:-1], memoryview(self._flipped(payload[-1]))]
+                else:
+                    message = self._mangled(message)
             if _is_nth(self._num_puts, faults.reorder_every):
                 self._held = (message, payload)
                 return
@@ -571,14 +577,20 @@ class FaultyLink:
 
     def _mangled(self, put: wire.Put) -> wire.Put:
         """Another value of one field, that differs in one bit and is well formed."""
-        name = self._faults.mangle_field or self._random.choice([each.name for each in fields(put)])
+        filled = [each.name for each in fields(put) if getattr(put, each.name) != b""]
+        name = self._faults.mangle_field or self._random.choice(filled)
         value = getattr(put, name)
         if isinstance(value, int):
             bits = 16 if name == "region" else 32
             return replace(put, **{name: value ^ 1 << self._random.randrange(bits)})
-        data = bytearray(value.encode() if isinstance(value, str) else value)
-        data[self._random.randrange(len(data))] ^= 1
-        return replace(put, **{name: data.decode() if isinstance(value, str) else bytes(data)})
+        data = self._flipped(value.encode() if isinstance(value, str) else value)
+        return replace(put, **{name: data.decode() if isinstance(value, str) else data})
+
+    def _flipped(self, data: bytes | memoryview) -> bytes:
+        """With the lowest bit of one byte turned over."""
+        changed = bytearray(data)
+        changed[self._random.randrange(len(changed))] ^= 1
+        return bytes(changed)
 
     def _is_late(self, region: int) -> bool:
         """Whether something is delayed. Once one thing is, all that follows stays behind it."""
