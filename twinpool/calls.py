@@ -15,6 +15,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypedDict
 
 import grpc
@@ -39,7 +40,7 @@ class ConnectionOptions(TypedDict, total=False):
     retries: int  # further rounds when routers are unreachable or full and no token was delivered; default 2
     keepalive_s: float  # a router silent for about twice this while a call waits is dead; default 10, at least 1
     metadata: Sequence[tuple[str, str]]  # sent with every call, for a proxy in front of the router
-    credentials: grpc.ChannelCredentials | None  # grpc.ssl_channel_credentials(...); default: plain text
+    credentials: grpc.ChannelCredentials | None  # default: TLS as TWINPOOL_TLS_CA (_CERT, _KEY) say, else plain text
 
 
 class Routers:
@@ -71,7 +72,7 @@ class Routers:
         self._retries = retries
         self._keepalive_ms = int(keepalive_s * 1000)
         self._library = library
-        self._credentials = credentials
+        self._credentials = credentials or _credentials_from_environment()
         self._lock = threading.Lock()
         self._channels: dict[int, tuple[Any, Any]] = {}  # address index -> (channel, stub)
         self._closed = False
@@ -117,6 +118,22 @@ class Routers:
         if self._credentials is None:
             return self._library.insecure_channel(address, options)
         return self._library.secure_channel(address, self._credentials, options)
+
+
+def _credentials_from_environment() -> grpc.ChannelCredentials | None:
+    """For a router that serves over TLS: its CA, and where it asks callers for one a certificate with its key."""
+    paths = {name: os.environ.get(f"TWINPOOL_TLS_{name}") for name in ("CA", "KEY", "CERT")}
+    if not paths["CA"]:
+        return None
+    try:
+        ca, key, cert = (Path(path).read_bytes() if path else None for path in paths.values())
+    except OSError as error:
+        raise errors.ConfigError(
+            f"{error.filename}: {error.strerror}; check TWINPOOL_TLS_CA, TWINPOOL_TLS_CERT and TWINPOOL_TLS_KEY"
+        ) from error
+    if (key is None) != (cert is None):
+        raise errors.ConfigError("TWINPOOL_TLS_CERT and TWINPOOL_TLS_KEY belong together: set both or neither")
+    return grpc.ssl_channel_credentials(ca, private_key=key, certificate_chain=cert)
 
 
 class Attempts:
