@@ -22,6 +22,8 @@ On one host the sender copies the rows straight into the receiver's memory (tran
 a push may write, and says when it writes no more. Until it has said so, or is gone, `release()` returns False and the
 rows stay in quarantine. A `KvReceiver` offers what it can, best first, and a `KvSender` takes the first that connects.
 
+Certificates, where configured, make every TCP link TLS 1.3 with both sides verified, before the first frame.
+
 Anything else ends both sides, each exactly once, typed: an expired, used or foreign reservation (ReservationGone), a
 deadline (TransferTimeout), a broken link (PeerLost, for all pushes on it), other bytes (ChecksumMismatch), wrong or
 missing rows and aborts (TransferFailed), another model or cache (Incompatible), another key (Unauthenticated).

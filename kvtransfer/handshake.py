@@ -11,6 +11,7 @@ exchanged and prove nothing.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import secrets
@@ -82,7 +83,15 @@ def admit(link: Link, me: Party, *, incarnation: bytes, deadline: float) -> None
 
 
 def _check_sender(link: Link, me: Party, incarnation: bytes, deadline: float) -> None:
-    hello = link.receive(deadline=deadline).message
+    try:
+        hello = link.receive(deadline=deadline).message
+    except wire.SpeaksTls as exc:
+        with contextlib.suppress(wire.Malformed):
+            link.receive_ready()  # the rest of it: what is unread at the close would make the answer be lost
+        raise Unauthenticated(
+            "the sender speaks TLS, the receiver has no certificates: "
+            "set --tls-cert, --tls-key and --tls-ca on all workers or on none"
+        ) from exc
     if not isinstance(hello, wire.Hello):
         raise wire.Malformed(f"{type(hello).__name__} before Hello")
     if hello.protocol != wire.PROTOCOL:

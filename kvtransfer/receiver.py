@@ -52,6 +52,7 @@ class KvReceiver:
         fingerprint: str,
         cluster_key: str = "",
         transport: str = transports.AUTO,
+        options: transports.Options = transports.NO_OPTIONS,
         memory: SharedMemory | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -70,7 +71,7 @@ class KvReceiver:
         self._party = handshake.Party(fingerprint=fingerprint, regions=self._regions, cluster_key=cluster_key)
         self._incarnation = secrets.token_bytes(wire.INCARNATION_BYTES)
         self._is_auto = transport == transports.AUTO
-        self._transports = transports.choose(transport)
+        self._transports = transports.choose(transport, options)
         self._memory = memory
         self._address = (host, port, advertise)
         self._metrics = metrics or NoMetrics()

@@ -33,13 +33,14 @@ class KvSender:
         fingerprint: str,
         cluster_key: str = "",
         transport: str = transports.AUTO,
+        options: transports.Options = transports.NO_OPTIONS,
         metrics: TransferMetrics | None = None,
     ) -> None:
         """transport: a name, or "auto" for the first of what the receiver offers that works."""
         self._regions = check_regions(regions)
         self._party = handshake.Party(fingerprint=fingerprint, regions=self._regions, cluster_key=cluster_key)
         self._metrics = metrics or NoMetrics()
-        self._transports = transports.choose(transport)
+        self._transports = transports.choose(transport, options)
         for each in self._transports.values():
             each.register(self._regions, None)
         self._lock = threading.Lock()

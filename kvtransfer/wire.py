@@ -32,13 +32,18 @@ NONCE_BYTES = TOKEN_BYTES = INCARNATION_BYTES = 16
 PROOF_BYTES = 32
 CHECKSUM_BYTES = 8
 
-_MAGIC = b"TPKV"
+MAGIC = b"TPKV"
+_TLS_HANDSHAKE = b"\x16\x03"  # how a TLS connection begins
 _PREFIX = struct.Struct("!4sBBHIQ")
 PREFIX_BYTES = _PREFIX.size
 
 
 class Malformed(Exception):
     """The peer does not speak this protocol; its link is closed."""
+
+
+class SpeaksTls(Malformed):
+    """The peer offers TLS, which this side has no certificates for."""
 
 
 def _field(check: Callable[[Any], bool]) -> Any:
@@ -119,6 +124,15 @@ class Memory:
     size: int = _uint(63)  # bytes in all
     offsets: bytes = _packed(8, MAX_REGIONS)  # u64 each
     num_rows: bytes = _packed(4, MAX_REGIONS)  # u32 each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Receiver to sender, after Welcome on a collective link: where the group of these two is made."""
+
+    KIND: ClassVar[int] = 20
+    port: int = _uint(16)  # of the store, on the receiver's host
+    name: str = _text(64)  # what the group's keys in the store begin with; a secret
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,11 +217,39 @@ class Refused:
     reason: str = _text(MAX_REASON_CHARS)
 
 
-Message = Hello | Challenge | Identity | Welcome | Memory | Claim | Granted | Put | Commit | Abort | Committed | Refused
+Message = (
+    Hello
+    | Challenge
+    | Identity
+    | Welcome
+    | Memory
+    | Group
+    | Claim
+    | Granted
+    | Put
+    | Commit
+    | Abort
+    | Committed
+    | Refused
+)
 
 _KINDS: dict[int, type[Message]] = {
     kind.KIND: kind
-    for kind in (Hello, Challenge, Identity, Welcome, Memory, Claim, Granted, Put, Commit, Abort, Committed, Refused)
+    for kind in (
+        Hello,
+        Challenge,
+        Identity,
+        Welcome,
+        Memory,
+        Group,
+        Claim,
+        Granted,
+        Put,
+        Commit,
+        Abort,
+        Committed,
+        Refused,
+    )
 }
 _CHECKS = {
     kind: [(field.name, field.metadata["check"]) for field in dataclasses.fields(kind)] for kind in _KINDS.values()
@@ -233,12 +275,14 @@ class Prefix:
 def encode(message: Message, payload_bytes: int = 0) -> bytes:
     """Prefix and header of `message`; the payload follows on the link."""
     header: bytes = msgpack.packb([getattr(message, name) for name, _ in _CHECKS[type(message)]])
-    return _PREFIX.pack(_MAGIC, PROTOCOL, message.KIND, 0, len(header), payload_bytes) + header
+    return _PREFIX.pack(MAGIC, PROTOCOL, message.KIND, 0, len(header), payload_bytes) + header
 
 
 def parse_prefix(data: bytes | bytearray | memoryview) -> Prefix:
     magic, version, kind, zero, header_bytes, payload_bytes = _PREFIX.unpack(data)
-    if magic != _MAGIC or version != PROTOCOL or zero != 0:
+    if bytes(data[:2]) == _TLS_HANDSHAKE:
+        raise SpeaksTls("a TLS handshake where plain frames are spoken")
+    if magic != MAGIC or version != PROTOCOL or zero != 0:
         raise Malformed(f"not a frame of protocol {PROTOCOL}")
     if kind not in _KINDS:
         raise Malformed(f"frame of unknown kind {kind}")

@@ -435,7 +435,7 @@ class Faults:
 def injected(faults: Faults | None) -> Iterator[None]:
     """Whoever makes a transport in here connects over faulty links from then on; None changes nothing."""
     create = transports.create
-    with patch.object(transports, "create", create if faults is None else lambda name: _Faulty(create(name), faults)):
+    with patch.object(transports, "create", create if faults is None else lambda *how: _Faulty(create(*how), faults)):
         yield
 
 

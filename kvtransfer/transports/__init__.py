@@ -20,6 +20,7 @@ from typing import Protocol
 from kvtransfer.memory import SharedMemory
 from kvtransfer.region import Region
 from kvtransfer.wire import Frame, Message, Put
+from twinpool.certificates import Certificates
 from twinpool.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,18 @@ class Caps:
     one_sided: bool  # the sender writes into the receiver's memory
     fences_on_close: bool  # closing the link makes late bytes impossible
     sees_dead_peer: bool  # a killed peer is noticed at once, without a lease
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a process was told about its transports; each takes what concerns it."""
+
+    certificates: Certificates | None = None  # tcp: TLS with these on every socket
+    collective_backend: str = "gloo"  # of torch.distributed
+    collective_plaintext: bool = False  # rows may leave TLS that way
+
+
+NO_OPTIONS = Options()
 
 
 class Link(Protocol):
@@ -136,12 +149,19 @@ class Transport(Protocol):
         """A link to a listener, or PeerLost."""
 
 
-def create(name: str) -> Transport:
+def create(name: str, options: Options = NO_OPTIONS) -> Transport:
     """The transport called `name`. Raises ConfigError for one that does not exist or is not really active here."""
+    from kvtransfer.transports.collective import CollectiveTransport
     from kvtransfer.transports.shm import ShmTransport
     from kvtransfer.transports.tcp import TcpTransport
 
-    known: dict[str, Callable[[], Transport]] = {"shm": ShmTransport, "tcp": TcpTransport}
+    known: dict[str, Callable[[], Transport]] = {
+        "shm": ShmTransport,
+        "tcp": lambda: TcpTransport(options.certificates),
+        "collective": lambda: CollectiveTransport(
+            options.collective_backend, options.certificates, options.collective_plaintext
+        ),
+    }
     if name not in known:
         raise ConfigError(f"no KV transport is called {name!r}: choose one of {', '.join(sorted(known))}")
     transport = known[name]()
@@ -150,14 +170,14 @@ def create(name: str) -> Transport:
     return transport
 
 
-def choose(name: str) -> dict[str, Transport]:
+def choose(name: str, options: Options = NO_OPTIONS) -> dict[str, Transport]:
     """The transports that `name` stands for, best first: for "auto" all that are active here, else the one."""
     if name != AUTO:
-        return {name: create(name)}
+        return {name: create(name, options)}
     made: dict[str, Transport] = {}
     for each in PREFERENCE:
         try:
-            made[each] = create(each)
+            made[each] = create(each, options)
         except ConfigError as exc:
             log.info("%s", exc)
     return made

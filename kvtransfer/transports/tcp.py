@@ -11,11 +11,14 @@ import re
 import socket
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from kvtransfer.memory import SharedMemory
 from kvtransfer.region import Region
 from kvtransfer.transports import Caps, Link
 from kvtransfer.transports.stream import StreamLink, StreamListener
+from twinpool.certificates import Certificates
 from twinpool.errors import ConfigError, PeerLost
 
 log = logging.getLogger(__name__)
@@ -28,6 +31,10 @@ _WILDCARDS = ("", "0.0.0.0", "::")
 class TcpTransport:
     caps = Caps(one_sided=False, fences_on_close=True, sees_dead_peer=True)
 
+    def __init__(self, certificates: Certificates | None = None) -> None:
+        """certificates: for TLS on every connection, in both directions; None: plain text."""
+        self._certificates = certificates
+
     def actual(self) -> str:
         return SCHEME
 
@@ -36,7 +43,7 @@ class TcpTransport:
 
     def listen(self, host: str, port: int, advertise: str | None, on_link: Callable[[Link], None]) -> StreamListener:
         """advertise: host, or host:port, that senders reach this listener at; default: where it is bound."""
-        return _listen(host, port, advertise, on_link)
+        return _listen(host, port, advertise, partial(_accepted, self._certificates), on_link)
 
     def connect(self, endpoint: str, *, deadline: float) -> TcpLink:
         host, port = parse_endpoint(endpoint)
@@ -44,24 +51,39 @@ class TcpTransport:
             sock = socket.create_connection((host, port), timeout=max(0.001, deadline - time.monotonic()))
         except OSError as exc:
             raise PeerLost(f"cannot connect to {endpoint}: {exc}") from exc
-        return TcpLink(sock, endpoint)
+        return _link(sock, endpoint, self._certificates, server_side=False)
 
 
-def _listen(host: str, port: int, advertise: str | None, on_link: Callable[[Link], None]) -> StreamListener:
+def _listen(
+    host: str,
+    port: int,
+    advertise: str | None,
+    make_link: Callable[[socket.socket, Any], Link | None],
+    on_link: Callable[[Link], None],
+) -> StreamListener:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         sock = socket.create_server((host, port), family=family, backlog=128)
     except (OSError, OverflowError) as exc:
         raise ConfigError(f"cannot listen for KV transfers on {host}:{port}: {exc}; choose another port") from exc
     name = advertise or (socket.gethostname() if host in _WILDCARDS else host)
-    return StreamListener(sock, _format_endpoint(name, sock.getsockname()[1]), _accepted, on_link)
+    return StreamListener(sock, _format_endpoint(name, sock.getsockname()[1]), make_link, on_link)
 
 
-def _accepted(sock: socket.socket, address: tuple[str, int]) -> TcpLink | None:
+def _accepted(certificates: Certificates | None, sock: socket.socket, address: tuple[str, int]) -> TcpLink | None:
     try:
-        return TcpLink(sock, address[0])
+        return _link(sock, address[0], certificates, server_side=True)
     except OSError:  # gone already
         return None
+
+
+def _link(sock: socket.socket, peer: str, certificates: Certificates | None, *, server_side: bool) -> TcpLink:
+    if certificates is None:
+        return TcpLink(sock, peer)
+    from kvtransfer.transports.tls import TlsLink  # which is a TcpLink
+
+    context = certificates.server if server_side else certificates.client
+    return TlsLink(sock, peer, context, server_side=server_side)
 
 
 class TcpLink(StreamLink):
@@ -74,6 +96,11 @@ class TcpLink(StreamLink):
             if hasattr(socket, option):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
         super().__init__(sock, peer)
+
+    def local_host(self) -> str:
+        """The address of this end."""
+        host: str = self._sock.getsockname()[0]
+        return host
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int]:

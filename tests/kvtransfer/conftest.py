@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -18,7 +19,7 @@ settings.register_profile("no timing", deadline=None)
 settings.load_profile("no timing")
 
 
-TRANSPORTS = ("tcp", "shm")
+TRANSPORTS = ("tcp", "tls", "shm", "collective")  # tls: tcp with certificates
 IN_BAND = {"raw", "fake", "frozen", "port"}  # fixtures that speak of bytes on a TCP socket
 
 
@@ -26,6 +27,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every transport is held to the same tests."""
     if "transport" in metafunc.fixturenames:
         metafunc.parametrize("transport", TRANSPORTS[: 1 if IN_BAND & set(metafunc.fixturenames) else None])
+
+
+@functools.cache
+def first_group_of_this_process() -> None:
+    """torch opens a pipe and a thread with it, for good."""
+    pair = Pair("collective")
+    pair.assert_serves()
+    pair.close()
 
 
 def num_descriptors() -> int:
@@ -38,8 +47,10 @@ def num_descriptors() -> int:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
+def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """No test leaves a transfer thread or a file descriptor behind."""
+    if "collective" in request.node.name:
+        first_group_of_this_process()
     descriptors = num_descriptors()
     yield
     eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith("kv-")], "end of the kv threads")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import os
 import random
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvtransfer import (
@@ -23,12 +28,15 @@ from kvtransfer import (
 )
 from kvtransfer.digest import Manifest, commit_context, row_checksum
 from kvtransfer.target import Span, Target
+from kvtransfer.transports import Options
 from kvtransfer.transports.tcp import TcpLink, parse_endpoint
+from tests.certificates import Authority, Issued
 from tests.fakes import Faults, injected
 from twinpool.errors import TransferFailed
 
 KEY = "the cluster's key"
 FINGERPRINT = "model-a/int8"
+_ISSUED = "KV_TEST_CERTIFICATES"  # paths, for processes that a test starts
 PATIENCE_S = 10.0  # for what has to happen soon; nothing asserts how soon
 
 
@@ -59,6 +67,24 @@ def eventually(condition: Callable[[], object], what: str = "the condition") -> 
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not become true"
         time.sleep(0.002)
+
+
+def named(transport: str) -> tuple[str, Options]:
+    """The name and the options that a parameter of the contract tests stands for."""
+    return ("tcp", Options(certificates=issued().load())) if transport == "tls" else (transport, Options())
+
+
+@functools.cache
+def issued() -> Issued:
+    """What this process, and those that it starts, prove themselves with over TLS."""
+    if paths := os.environ.get(_ISSUED):
+        cert, key, ca = map(Path, paths.split(os.pathsep))
+        return Issued(cert=cert, key=key, ca=ca)
+    folder = tempfile.TemporaryDirectory(prefix="twinpool-certificates")
+    atexit.register(folder.cleanup)
+    made = Authority(Path(folder.name) / "ca").issue("worker")
+    os.environ[_ISSUED] = os.pathsep.join(map(str, (made.cert, made.key, made.ca)))
+    return made
 
 
 class Ends:
@@ -110,16 +136,22 @@ class Counters:
 class Pair:
     """A receiver and a sender in this process, joined by a real link of the given transport."""
 
-    def __init__(self, transport: str, **shape: int) -> None:
+    def __init__(self, transport: str, *, options: Options | None = None, **shape: int) -> None:
         self.shape = shape
-        self.transport = transport
+        self.transport, self.options = named(transport)
+        self.options = options or self.options
         self.source = make_regions(1, **shape)
         self.memory = SharedMemory()
         self.destination = share_regions(2, self.memory, **shape)
         self.sender_counters, self.receiver_counters = Counters(), Counters()
         self.receiver = self.make_receiver(self.destination, metrics=self.receiver_counters)
         self.sender = KvSender(
-            self.source, fingerprint=FINGERPRINT, cluster_key=KEY, transport=transport, metrics=self.sender_counters
+            self.source,
+            fingerprint=FINGERPRINT,
+            cluster_key=KEY,
+            transport=self.transport,
+            options=self.options,
+            metrics=self.sender_counters,
         )
 
     def make_receiver(self, regions: Sequence[Region], **changes: Any) -> KvReceiver:
@@ -127,6 +159,7 @@ class Pair:
             "fingerprint": FINGERPRINT,
             "cluster_key": KEY,
             "transport": self.transport,
+            "options": self.options,
             "memory": self.memory,
         } | changes
         receiver = KvReceiver(regions, **options)
@@ -136,7 +169,13 @@ class Pair:
     def faulty_sender(self, faults: Faults) -> KvSender:
         """The caller closes it."""
         with injected(faults):
-            return KvSender(self.source, fingerprint=FINGERPRINT, cluster_key=KEY, transport=self.transport)
+            return KvSender(
+                self.source,
+                fingerprint=FINGERPRINT,
+                cluster_key=KEY,
+                transport=self.transport,
+                options=self.options,
+            )
 
     def close(self) -> None:
         self.sender.close()

@@ -6,16 +6,18 @@ import sys
 import time
 
 from kvtransfer import KvReceiver, SharedMemory
-from tests.kvtransfer.peers import FINGERPRINT, KEY, Ends, share_regions
+from tests.kvtransfer.peers import FINGERPRINT, KEY, Ends, named, share_regions
 
 
-def main(transport: str, port: int) -> None:
+def main(parameter: str, port: int) -> None:
+    transport, options = named(parameter)
     memory = SharedMemory()
     receiver = KvReceiver(
         share_regions(2, memory, row_bytes=64 << 10),
         fingerprint=FINGERPRINT,
         cluster_key=KEY,
         transport=transport,
+        options=options,
         memory=memory,
         port=port,
     )

@@ -10,12 +10,15 @@ import time
 
 from kvtransfer import KvSender
 from tests.fakes import Faults, injected
-from tests.kvtransfer.peers import FINGERPRINT, KEY, make_regions
+from tests.kvtransfer.peers import FINGERPRINT, KEY, make_regions, named
 
 
-def main(target: bytes, kill_after_rows: int) -> None:
+def main(parameter: str, target: bytes, kill_after_rows: int) -> None:
+    transport, options = named(parameter)
     with injected(Faults(kill_after_rows=kill_after_rows)):
-        sender = KvSender(make_regions(1), fingerprint=FINGERPRINT, cluster_key=KEY)
+        sender = KvSender(
+            make_regions(1), fingerprint=FINGERPRINT, cluster_key=KEY, transport=transport, options=options
+        )
     push = sender.open(target, request_id="r1", attempt=1, timeout_s=60)
     push.put(0, range(4), range(4))
     if kill_after_rows:
@@ -24,4 +27,4 @@ def main(target: bytes, kill_after_rows: int) -> None:
 
 
 if __name__ == "__main__":
-    main(bytes.fromhex(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    main(sys.argv[1], bytes.fromhex(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0)

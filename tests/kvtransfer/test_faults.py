@@ -196,9 +196,9 @@ def test_puts_in_another_order_are_the_same_transfer(pair: Pair) -> None:
     assert rows_of(pair.destination, [1, 2]) == rows_of(pair.source, [3, 4])
 
 
-def test_a_process_that_ends_itself_in_the_middle_frees_what_it_had(pair: Pair) -> None:
+def test_a_process_that_ends_itself_in_the_middle_frees_what_it_had(pair: Pair, transport: str) -> None:
     reservation, ends = pair.reserve([1, 2, 3, 4])
-    with process("sender_process", reservation.target.hex(), "4") as sender:
+    with process("sender_process", transport, reservation.target.hex(), "4") as sender:
         assert isinstance(ends.wait(), PeerLost)
         assert sender.wait(timeout=10) == -9
     assert reservation.release()

@@ -29,7 +29,9 @@ from twinpool.errors import ConfigError, Incompatible, PeerLost, ReservationGone
 def test_another_fingerprint_is_refused_with_both(pair: Pair) -> None:
     before = rows_of(pair.destination, [1])
     reservation, ends = pair.reserve([1])
-    stranger = KvSender(pair.source, fingerprint="model-b/int8", cluster_key=KEY)
+    stranger = KvSender(
+        pair.source, fingerprint="model-b/int8", cluster_key=KEY, transport=pair.transport, options=pair.options
+    )
     try:
         error = pair.send(reservation, [1], sender=stranger).error
     finally:
@@ -52,7 +54,13 @@ def test_another_fingerprint_is_refused_with_both(pair: Pair) -> None:
 )
 def test_other_regions_are_refused_with_the_first_difference(pair: Pair, shape: dict[str, int], reason: str) -> None:
     reservation, _ = pair.reserve([])
-    stranger = KvSender(make_regions(1, **shape), fingerprint=FINGERPRINT, cluster_key=KEY)
+    stranger = KvSender(
+        make_regions(1, **shape),
+        fingerprint=FINGERPRINT,
+        cluster_key=KEY,
+        transport=pair.transport,
+        options=pair.options,
+    )
     try:
         push = pair.open(reservation, sender=stranger)
         assert push.closed.wait(PATIENCE_S)
@@ -66,7 +74,7 @@ def test_other_regions_are_refused_with_the_first_difference(pair: Pair, shape: 
 
 def test_another_number_of_rows_is_no_difference(pair: Pair) -> None:
     other = make_regions(5, num_rows=200)
-    sender = KvSender(other, fingerprint=FINGERPRINT, cluster_key=KEY)
+    sender = KvSender(other, fingerprint=FINGERPRINT, cluster_key=KEY, transport=pair.transport, options=pair.options)
     try:
         reservation, ends = pair.reserve([3])
         assert pair.send(reservation, [199], sender=sender).error is None
@@ -79,7 +87,9 @@ def test_another_number_of_rows_is_no_difference(pair: Pair) -> None:
 @pytest.mark.parametrize("key", ["", "another key"])
 def test_a_sender_with_another_key_stops_and_says_why(pair: Pair, key: str) -> None:
     reservation, ends = pair.reserve([1])
-    stranger = KvSender(pair.source, fingerprint=FINGERPRINT, cluster_key=key)
+    stranger = KvSender(
+        pair.source, fingerprint=FINGERPRINT, cluster_key=key, transport=pair.transport, options=pair.options
+    )
     try:
         error = pair.send(reservation, [1], sender=stranger).error
     finally:
@@ -165,7 +175,7 @@ def test_without_keys_on_both_sides_transfers_work(pair: Pair) -> None:
     pair.sender.close()
     pair.receiver.close()
     pair.receiver = pair.make_receiver(pair.destination, cluster_key="")
-    pair.sender = KvSender(pair.source, fingerprint=FINGERPRINT)
+    pair.sender = KvSender(pair.source, fingerprint=FINGERPRINT, transport=pair.transport, options=pair.options)
     pair.assert_serves()
 
 

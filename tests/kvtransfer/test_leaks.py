@@ -65,7 +65,9 @@ def fail_by_damage_and_lost_link(pair: Pair, attempt: int) -> None:
 
 
 def fail_by_incompatibility(pair: Pair, attempt: int) -> None:
-    stranger = KvSender(pair.source, fingerprint=FINGERPRINT + "?", cluster_key=KEY)
+    stranger = KvSender(
+        pair.source, fingerprint=FINGERPRINT + "?", cluster_key=KEY, transport=pair.transport, options=pair.options
+    )
     reservation, _ = pair.reserve([1, 2], attempt=attempt)
     push = pair.open(reservation, sender=stranger)
     assert push.closed.wait(PATIENCE_S)

@@ -49,13 +49,13 @@ def test_a_receiver_killed_in_the_middle_of_a_transfer_and_restarted_on_its_port
             assert isinstance(done.wait().error, PeerLost)
             assert push.closed.wait(PATIENCE_S)
 
-        port = parse_endpoint(endpoint)[1] if transport == "tcp" else 0
+        port = parse_endpoint(endpoint)[1] if pair.transport == "tcp" else 0
         with process("receiver_process", transport, str(port)) as receiver:
             same_endpoint, new_target = endpoint_and_target(receiver)
-            assert (same_endpoint == endpoint) == (transport == "tcp")
+            assert (same_endpoint == endpoint) == (pair.transport == "tcp")
             stale = pair.sender.open(target, request_id="r1", attempt=1, timeout_s=60)
             assert stale.closed.wait(PATIENCE_S)
-            assert isinstance(stale.error, ReservationGone if transport == "tcp" else PeerLost)
+            assert isinstance(stale.error, ReservationGone if pair.transport == "tcp" else PeerLost)
 
             push = pair.sender.open(new_target, request_id="r1", attempt=1, timeout_s=60)
             for layer in range(3):
@@ -67,9 +67,9 @@ def test_a_receiver_killed_in_the_middle_of_a_transfer_and_restarted_on_its_port
         pair.close()
 
 
-def test_a_sender_killed_in_the_middle_of_a_transfer(pair: Pair) -> None:
+def test_a_sender_killed_in_the_middle_of_a_transfer(pair: Pair, transport: str) -> None:
     reservation, ends = pair.reserve([1, 2, 3, 4])
-    with process("sender_process", reservation.target.hex()) as sender:
+    with process("sender_process", transport, reservation.target.hex()) as sender:
         eventually(lambda: pair.receiver_counters.rows == 4, "arrival of the first layer")
         sender.kill()
         assert isinstance(ends.wait(), PeerLost)

@@ -122,7 +122,10 @@ def test_many_pushes_share_one_link(pair: Pair) -> None:
 
 
 def test_one_receiver_serves_several_senders_at_once(pair: Pair) -> None:
-    senders = [KvSender(pair.source, fingerprint=FINGERPRINT, cluster_key=KEY) for _ in range(3)]
+    senders = [
+        KvSender(pair.source, fingerprint=FINGERPRINT, cluster_key=KEY, transport=pair.transport, options=pair.options)
+        for _ in range(3)
+    ]
     try:
         for number, sender in enumerate(senders):
             reservation, ends = pair.reserve([number], request_id=f"r{number}")
