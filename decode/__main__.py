@@ -16,7 +16,7 @@ from decode.server import DecodeServer, decode_note
 from decode.worker import Worker, regions
 from engine.engine import Engine
 from engine.kv_cache import Allocate
-from kvtransfer import KvReceiver, cache_memory
+from kvtransfer import KvReceiver, cache_memory, transports
 from service import cores, log, metrics
 from service.address import advertised, split
 from service.config import load, run_main
@@ -24,6 +24,7 @@ from service.drain import until_idle, until_stopped
 from service.registration import Registration, new_incarnation
 from service.security import warn_if_open
 from service.serve import Service, announce_ready, run, serve
+from twinpool.certificates import Certificates
 from twinpool.errors import ConfigError
 from twinpool.v1.router_pb2 import POOL_DECODE
 from twinpool.v1.worker_pb2 import WorkerInfo
@@ -43,6 +44,7 @@ def main() -> None:
 
 async def _serve(config: DecodeConfig, stop: asyncio.Event) -> None:
     warn_if_open(logger, config.host, config.cluster_key)
+    certificates = config.load_certificates()
     memory = cache_memory(config.kv_transport)
     engine = _load(config, None if memory is None else memory.allocate)
     registry = metrics.new_registry()
@@ -55,6 +57,7 @@ async def _serve(config: DecodeConfig, stop: asyncio.Event) -> None:
             fingerprint=engine.fingerprint,
             cluster_key=config.cluster_key,
             transport=config.kv_transport,
+            options=_transport_options(config, certificates),
             memory=memory,
             host=config.kv_host or config.host,
             port=config.kv_port,
@@ -78,7 +81,13 @@ async def _serve(config: DecodeConfig, stop: asyncio.Event) -> None:
         closing.callback(http.close)
         server = DecodeServer(worker, reserve_timeout_s=config.reserve_timeout)
         service = Service(name="twinpool.v1.Decode", add=add_DecodeServicer_to_server, servicer=server, internal=True)
-        serving = await serve([service], host=config.host, port=config.port, cluster_key=config.cluster_key)
+        serving = await serve(
+            [service],
+            host=config.host,
+            port=config.port,
+            cluster_key=config.cluster_key,
+            certificates=certificates,
+        )
         closing.push_async_callback(serving.stop, grace_s=1)
         address = advertised(config.advertise, config.host, serving.port, towards=next(iter(config.routers), ""))
         info = _info(config, engine, address, worker.max_context)
@@ -88,6 +97,7 @@ async def _serve(config: DecodeConfig, stop: asyncio.Event) -> None:
             info=info,
             load=server.load,
             cluster_key=config.cluster_key,
+            certificates=certificates,
         )
         await registration.start()
         closing.push_async_callback(registration.stop)
@@ -110,6 +120,14 @@ def _load(config: DecodeConfig, allocate: Allocate | None) -> Engine:
         memory_bytes=config.memory,
         threads=config.threads or len(os.sched_getaffinity(0)),
         allocate=allocate,
+    )
+
+
+def _transport_options(config: DecodeConfig, certificates: Certificates | None) -> transports.Options:
+    return transports.Options(
+        certificates=certificates,
+        collective_backend=config.kv_collective_backend,
+        collective_plaintext=config.kv_collective_plaintext,
     )
 
 

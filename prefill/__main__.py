@@ -11,7 +11,7 @@ from pathlib import Path
 
 import twinpool
 from engine.engine import Engine
-from kvtransfer import KvSender
+from kvtransfer import KvSender, transports
 from prefill.config import PrefillConfig
 from prefill.metrics import PrefillMetrics, SenderMetrics
 from prefill.server import PrefillServer, encode_note
@@ -23,6 +23,7 @@ from service.drain import until_idle, until_stopped
 from service.registration import Registration, new_incarnation
 from service.security import warn_if_open
 from service.serve import Service, announce_ready, run, serve
+from twinpool.certificates import Certificates
 from twinpool.errors import ConfigError
 from twinpool.v1.router_pb2 import POOL_PREFILL
 from twinpool.v1.worker_pb2 import WorkerInfo
@@ -42,6 +43,7 @@ def main() -> None:
 
 async def _serve(config: PrefillConfig, stop: asyncio.Event) -> None:
     warn_if_open(logger, config.host, config.cluster_key)
+    certificates = config.load_certificates()
     engine = _load(config)
     registry = metrics.new_registry()
     async with AsyncExitStack() as closing:  # in reverse order
@@ -51,6 +53,7 @@ async def _serve(config: PrefillConfig, stop: asyncio.Event) -> None:
             fingerprint=engine.fingerprint,
             cluster_key=config.cluster_key,
             transport=config.kv_transport,
+            options=_transport_options(config, certificates),
             metrics=SenderMetrics(figures),
         )
         closing.callback(sender.close)
@@ -68,7 +71,13 @@ async def _serve(config: PrefillConfig, stop: asyncio.Event) -> None:
         closing.callback(http.close)
         server = PrefillServer(worker, request_timeout_s=config.request_timeout)
         service = Service(name="twinpool.v1.Prefill", add=add_PrefillServicer_to_server, servicer=server, internal=True)
-        serving = await serve([service], host=config.host, port=config.port, cluster_key=config.cluster_key)
+        serving = await serve(
+            [service],
+            host=config.host,
+            port=config.port,
+            cluster_key=config.cluster_key,
+            certificates=certificates,
+        )
         closing.push_async_callback(serving.stop, grace_s=1)
         address = advertised(config.advertise, config.host, serving.port, towards=next(iter(config.routers), ""))
         info = _info(config, engine, address, worker.max_context)
@@ -78,6 +87,7 @@ async def _serve(config: PrefillConfig, stop: asyncio.Event) -> None:
             info=info,
             load=server.load,
             cluster_key=config.cluster_key,
+            certificates=certificates,
         )
         await registration.start()
         closing.push_async_callback(registration.stop)
@@ -99,6 +109,14 @@ def _load(config: PrefillConfig) -> Engine:
         block_size=config.block_size,
         memory_bytes=config.memory,
         threads=config.threads or len(os.sched_getaffinity(0)),
+    )
+
+
+def _transport_options(config: PrefillConfig, certificates: Certificates | None) -> transports.Options:
+    return transports.Options(
+        certificates=certificates,
+        collective_backend=config.kv_collective_backend,
+        collective_plaintext=config.kv_collective_plaintext,
     )
 
 

@@ -44,6 +44,9 @@ class RouterConfig(ProcessConfig):
     decode_slots: int = option(256, help="most requests this router has at one decode worker", minimum=1)
     heartbeat_ms: int = option(1000, help="how often workers report", unit="ms", minimum=10)
     lease_ms: int = option(4000, help="a worker that does not report for this long is forgotten", unit="ms", minimum=20)
+    tls_client_certs: bool = option(
+        True, help="with TLS, ask callers for a certificate of the CA; false: the cluster key alone proves workers"
+    )
     drain: float = option(30.0, help="at SIGTERM, time that running requests have to end", unit="s", minimum=0)
 
     def __post_init__(self) -> None:

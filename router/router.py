@@ -31,6 +31,7 @@ class Router:
     def __init__(self, config: RouterConfig, figures: RouterMetrics) -> None:
         """Reads the model's directory. Raises ConfigError."""
         self.config = config
+        self._certificates = config.load_certificates()
         folder = Path(config.tokenizer)
         card = ModelCard.load(config.model or folder.resolve().name, folder, config.max_context)
         tokenizer = Tokenizer(folder, card.vocab_size)
@@ -70,6 +71,8 @@ class Router:
             host=self.config.host,
             port=self.config.port,
             cluster_key=self.config.cluster_key,
+            certificates=self._certificates,
+            client_certs=self.config.tls_client_certs,
         )
         self._tasks = [
             asyncio.ensure_future(self._keep_health(self._serving)),
@@ -92,7 +95,7 @@ class Router:
         await self.registry.close()
 
     def _connect(self, info: WorkerInfo) -> Link:
-        to_worker = channel(info.address, self.config.cluster_key)
+        to_worker = channel(info.address, self.config.cluster_key, self._certificates)
         kind = DecodeSession if info.pool is Pool.DECODE else PrefillClient
         return kind(info.worker_id, to_worker)
 

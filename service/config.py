@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar, get_type_hints
 
+from twinpool.certificates import Certificates
 from twinpool.errors import ConfigError
 
 ENV_PREFIX = "TWINPOOL_"
@@ -111,8 +112,15 @@ class ProcessConfig:
     )
     log_level: str = option("info", help="least severe log line written", choices=("debug", "info", "warning", "error"))
     cluster_key: str = option("", help="secret that routers and workers share; empty: open to all", secret=True)
+    tls_cert: str = option("", help="PEM certificate of this process; empty: plain text", unit="path")
+    tls_key: str = option("", help="PEM key to it, without a passphrase", unit="path")
+    tls_ca: str = option("", help="PEM certificates of the CA that signed those of all processes", unit="path")
     ready_file: str = option("", help="file to write as JSON once the process serves", unit="path")
     config: str = option("", help="TOML file with options", unit="path")
+
+    def load_certificates(self) -> Certificates | None:
+        """For TLS on every connection; None where none is configured. Raises ConfigError naming file and reason."""
+        return Certificates.load(self.tls_cert, self.tls_key, self.tls_ca)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +135,15 @@ class WorkerConfig(ProcessConfig):
     dtype: str = option("bf16", help="of weights and activations", choices=("bf16", "fp32"))
     kv_dtype: str = option("int8", help="what the cache stores and ships", choices=("int8", "bf16", "fp32"))
     kv_transport: str = option(
-        "auto", help="how KV blocks travel; auto: shm on one host, else tcp", choices=("auto", "shm", "tcp")
+        "auto",
+        help="how KV blocks travel; auto: shm on one host, else tcp",
+        choices=("auto", "shm", "tcp", "collective"),
+    )
+    kv_collective_backend: str = option(
+        "gloo", help="of torch.distributed, for --kv-transport collective", choices=("gloo", "nccl", "hccl")
+    )
+    kv_collective_plaintext: bool = option(
+        False, help="with TLS, accept that KV rows of --kv-transport collective are not encrypted"
     )
     block_size: int = option(64, help="tokens in one cache row; the same on every worker", unit="tokens", minimum=1)
     memory: Size = option(Size(1 << 30), help="KV cache, beside the weights, or a fraction of the memory", unit="bytes")

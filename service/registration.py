@@ -30,6 +30,7 @@ import grpc
 
 from service.address import split
 from service.serve import channel
+from twinpool.certificates import Certificates
 from twinpool.errors import Incompatible, InvalidRequest, TwinpoolError, Unauthenticated, Unavailable, from_status
 from twinpool.v1.worker_pb2 import WorkerInfo, WorkerLoad, WorkerReport
 from twinpool.v1.worker_pb2_grpc import RegistryStub
@@ -60,6 +61,7 @@ class Registration:
         info: WorkerInfo,
         load: Callable[[], WorkerLoad],
         cluster_key: str = "",
+        certificates: Certificates | None = None,
         retry_refused_s: float = RETRY_REFUSED_S,
     ) -> None:
         """`load` is called on the event loop before every report: be quick. Raises ConfigError on a bad address."""
@@ -68,6 +70,7 @@ class Registration:
         self._info = info
         self._load = load
         self._cluster_key = cluster_key
+        self._certificates = certificates
         self._retry_refused_s = retry_refused_s
         self._wake = {router: asyncio.Event() for router in routers}
         self._joined: set[str] = set()
@@ -96,7 +99,7 @@ class Registration:
 
     async def _stay_joined(self, router: str) -> None:
         delay_s, reported = RETRY_FIRST_S, ""
-        async with channel(router, self._cluster_key) as to_router:
+        async with channel(router, self._cluster_key, self._certificates) as to_router:
             stub = RegistryStub(to_router)
             while True:
                 try:

@@ -15,7 +15,7 @@
     run(main)
 
 Handlers raise errors of twinpool/errors.py; the server turns them into a status with metadata. Anything else becomes
-INTERNAL with a short id under which the log has the traceback. Peers use `channel(address, cluster_key)`.
+INTERNAL with a short id under which the log has the traceback. Peers use `channel(address, cluster_key, certificates)`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from grpc_reflection.v1alpha import reflection
 
 from service.address import bind_error, check_bindable, join
 from service.security import ClusterKeyInterceptor, key_metadata
+from twinpool.certificates import Certificates
 from twinpool.errors import ConfigError, Internal, InvalidRequest, TwinpoolError, to_metadata
 
 logger = logging.getLogger(__name__)
@@ -119,9 +120,14 @@ async def serve(
     host: str,
     port: int,
     cluster_key: str = "",
+    certificates: Certificates | None = None,
+    client_certs: bool = True,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> Serving:
-    """Serves `services`, health and reflection on host:port (0: a free port). Raises ConfigError when it is taken."""
+    """Serves `services`, health and reflection on host:port (0: a free port). Raises ConfigError when it is taken.
+
+    certificates: for TLS; client_certs: callers have to show one of the same CA.
+    """
     internal = [service.name for service in services if service.internal]
     guard = ClusterKeyInterceptor(cluster_key, internal)
     server = grpc.aio.server(interceptors=[guard, _ErrorInterceptor(), *interceptors], options=_SERVER_OPTIONS)
@@ -133,13 +139,24 @@ async def serve(
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     check_bindable(host, port, "port")
     try:
-        actual_port = server.add_insecure_port(join(host, port))
+        if certificates is None:
+            actual_port = server.add_insecure_port(join(host, port))
+        else:
+            actual_port = server.add_secure_port(join(host, port), _server_credentials(certificates, client_certs))
     except RuntimeError as error:  # somebody was faster
         raise bind_error(OSError(str(error)), host, port, "port") from error
     await server.start()
     serving = Serving(server, actual_port, names, health_servicer)
     await serving.set_serving(True)
     return serving
+
+
+def _server_credentials(certificates: Certificates, client_certs: bool) -> grpc.ServerCredentials:
+    return grpc.ssl_server_credentials(
+        [(certificates.key_pem, certificates.cert_pem)],
+        root_certificates=certificates.ca_pem,
+        require_client_auth=client_certs,
+    )
 
 
 def announce_ready(address: str, metrics_port: int, ready_file: str = "") -> None:
@@ -252,9 +269,19 @@ async def _abort(context: Any, error: Exception, method: str) -> None:
     await context.abort(error.code, error.message[:MAX_DETAILS_CHARS], to_metadata(error))
 
 
-def channel(address: str, cluster_key: str = "") -> grpc.aio.Channel:
-    """A channel to a peer process; every call on it carries the cluster key. Its owner closes it."""
-    return _KeyedChannel(grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS), key_metadata(cluster_key))
+def channel(address: str, cluster_key: str = "", certificates: Certificates | None = None) -> grpc.aio.Channel:
+    """A channel to a peer process; every call on it carries the cluster key. Its owner closes it.
+
+    certificates: for TLS. The peer's has to be of the same CA and for the host of `address`.
+    """
+    if certificates is None:
+        inner = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    else:
+        credentials = grpc.ssl_channel_credentials(
+            certificates.ca_pem, private_key=certificates.key_pem, certificate_chain=certificates.cert_pem
+        )
+        inner = grpc.aio.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)
+    return _KeyedChannel(inner, key_metadata(cluster_key))
 
 
 class _KeyedChannel(grpc.aio.Channel):  # type: ignore[misc]
