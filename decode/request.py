@@ -26,6 +26,7 @@ class Request:
     timeout_s: float = 60.0  # from now until the rows must have arrived
     tpot_target_s: float = 0.0  # 0: none
     sla_class: str = ""
+    max_batch: int = 0  # most sequences in a step while this request runs; 0: the worker's own limit
 
     @property
     def choices(self) -> range:

@@ -274,9 +274,10 @@ class Scheduler:
         return True
 
     def _batch_limit(self) -> int:
-        targets = [each.generation.request.tpot_target_s for each in self._rows.running]
-        strictest = min((target for target in targets if target > 0), default=0.0)
-        return self.pace.limit(strictest, self._limits.max_batch)
+        requests = [each.generation.request for each in self._rows.running]
+        strictest = min((each.tpot_target_s for each in requests if each.tpot_target_s > 0), default=0.0)
+        ceiling = min((each.max_batch for each in requests if each.max_batch > 0), default=self._limits.max_batch)
+        return self.pace.limit(strictest, min(ceiling, self._limits.max_batch))
 
     # Ends
 

@@ -97,6 +97,7 @@ class DecodeServer(DecodeServicer):
             timeout_s=message.timeout_ms / 1000 or self._reserve_timeout_s,
             tpot_target_s=message.tpot_target_ms / 1000,
             sla_class=message.sla_class,
+            max_batch=message.max_batch,
         )
 
     def load(self) -> pb.WorkerLoad:

@@ -9,10 +9,11 @@ Block ids are row ids of every layer's region. Not thread safe: the device threa
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import islice
+
+from twinpool.prefix import digests
 
 
 class BlockPool:
@@ -75,10 +76,11 @@ class BlockPool:
         published under another salt are never found.
         """
         block_ids: list[int] = []
-        for digest in self._digests(token_ids, (len(token_ids) - 1) // self.block_size, salt):
+        for digest in digests(token_ids, self.block_size, (len(token_ids) - 1) // self.block_size, salt):
             block_id = self._block_of.get(digest)
             if block_id is None:
                 break
+            self._block_of[digest] = self._block_of.pop(digest)  # last in `published`: used just now
             block_ids.append(block_id)
         self.retain(block_ids)
         return block_ids
@@ -90,15 +92,11 @@ class BlockPool:
         published stays with the block that has it.
         """
         num_full = min(len(token_ids) // self.block_size, len(block_ids))
-        for block_id, digest in zip(block_ids, self._digests(token_ids, num_full, salt), strict=False):
+        for block_id, digest in zip(block_ids, digests(token_ids, self.block_size, num_full, salt), strict=False):
             if digest not in self._block_of and block_id not in self._digest_of:
                 self._block_of[digest] = block_id
                 self._digest_of[block_id] = digest
 
-    def _digests(self, token_ids: Sequence[int], num_full: int, salt: str) -> Iterator[bytes]:
-        """Chained digests of the first `num_full` blocks: equal only for equal salt and equal tokens from the start."""
-        digest = hashlib.blake2b(salt.encode(), digest_size=16).digest()
-        for i in range(num_full):
-            tokens = array("q", token_ids[i * self.block_size : (i + 1) * self.block_size])
-            digest = hashlib.blake2b(digest + tokens.tobytes(), digest_size=16).digest()
-            yield digest
+    def published(self, most: int) -> list[bytes]:
+        """Digests of the blocks that `match_prefix` can find, those found or published last first; at most `most`."""
+        return list(islice(reversed(self._block_of), most))

@@ -25,6 +25,7 @@ class Request:
     first_choice: int = 0
     priority: int = 0  # higher goes first
     timeout_s: float = 60.0  # until the rows must have been acknowledged
+    cache_salt: str = ""  # cached prefixes are shared only under the same one
 
     def validate(self, vocab_size: int, max_context: int) -> None:
         """Raises InvalidRequest naming the field that is wrong."""
@@ -54,6 +55,7 @@ class FirstTokens:
     queue_ms: float  # received until admitted to a batch
     prefill_ms: float  # admitted until sampled
     prompt_logprobs: list[Sampled]  # one per prompt token when asked for, the first without a value
+    compute_ms: float = 0.0  # its share, by tokens, of the steps that computed it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +92,7 @@ class Sequence:
     admitted_at: float = 0.0
     first_put_at: float = 0.0
     sampled_at: float = 0.0
+    compute_s: float = 0.0  # its share, by tokens, of the steps so far
     push: Push | None = None
     prompt_logprobs: list[Sampled] = field(default_factory=list)
     ended: bool = False  # Finished was emitted, or nobody listens any more

@@ -44,6 +44,12 @@ class _Class:
     def is_active(self) -> bool:
         return bool(self.running or self.waiting)
 
+    @property
+    def num_tokens(self) -> int:
+        """Not computed yet."""
+        waiting = sum(sequence.num_tokens for _, sequence in self.waiting)
+        return waiting + sum(sequence.num_left for sequence in self.running)
+
 
 class Scheduler:
     def __init__(self, limits: BatchLimits, blocks: BlockPool) -> None:
@@ -98,7 +104,8 @@ class Scheduler:
         """The step that held `chunk` has filled its rows."""
         sequence = chunk.sequence
         sequence.num_computed = chunk.end
-        self._blocks.publish(sequence.request.token_ids[: chunk.end], sequence.block_ids)
+        request = sequence.request
+        self._blocks.publish(request.token_ids[: chunk.end], sequence.block_ids, request.cache_salt)
         if chunk.is_last:
             self._classes[sequence.request.input_class].running.remove(sequence)
 
@@ -118,8 +125,10 @@ class Scheduler:
     @property
     def num_waiting_tokens(self) -> int:
         """Prompt tokens accepted and not computed."""
-        waiting = sum(sequence.num_tokens for each in self._classes.values() for _, sequence in each.waiting)
-        return waiting + sum(sequence.num_left for each in self._classes.values() for sequence in each.running)
+        return sum(each.num_tokens for each in self._classes.values())
+
+    def num_waiting_tokens_of(self, input_class: str) -> int:
+        return self._classes[input_class].num_tokens if input_class in self._classes else 0
 
     def _fill(self, own: _Class, budget: int, tokens: dict[Sequence, int], now: float) -> int:
         """Adds up to `budget` tokens of one class to the step; how many it added."""
@@ -138,7 +147,9 @@ class Scheduler:
         if self._starved is not None and order > self._starved[0]:
             return False
         request = sequence.request
-        cached = [] if sequence.wants_prompt_logprobs else self._blocks.match_prefix(request.token_ids)
+        cached = (
+            [] if sequence.wants_prompt_logprobs else self._blocks.match_prefix(request.token_ids, request.cache_salt)
+        )
         fresh = self._blocks.allocate(self._num_blocks(sequence.num_tokens) - len(cached))
         if fresh is None:
             self._blocks.release(cached)

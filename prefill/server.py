@@ -57,6 +57,8 @@ class PrefillServer(PrefillServicer):
             tokens_per_s=self._rate.update(load.computed_tokens),
             waiting_tokens=load.waiting_tokens,
             draining=self.draining,
+            waiting_long_tokens=load.waiting_long_tokens,
+            prefix_digests=load.prefixes,
         )
 
 
@@ -90,6 +92,7 @@ def _request(message: pb.PrefillRequest, timeout_s: float) -> Request:
         first_choice=message.first_choice,
         priority=message.priority,
         timeout_s=timeout_s,
+        cache_salt=message.cache_salt,
     )
 
 
@@ -113,6 +116,7 @@ def _message(event: FirstTokens | Transferred) -> pb.PrefillEvent:
             cached_tokens=event.cached_tokens,
             queue_ms=event.queue_ms,
             prefill_ms=event.prefill_ms,
+            compute_ms=event.compute_ms,
             prompt_logprobs=[_token(token) for token in event.prompt_logprobs],
         )
     )

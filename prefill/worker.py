@@ -35,6 +35,7 @@ from prefill.request import Chunk, Event, Finished, FirstTokens, Request, Sequen
 from prefill.scheduler import BatchLimits, Scheduler
 from service.inbox import Inbox
 from twinpool.errors import Cancelled, Internal, Overloaded, TwinpoolError, Unavailable
+from twinpool.prefix import short
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ IDLE_S = 0.5  # longest sleep of the device thread without a command
 PINNED_POLL_S = 0.002  # the same while an aborted push still reads rows
 LOGPROB_ROWS = 128  # prompt positions whose logits are held at a time
 RETRY_AFTER_S = 1.0
+PREFIXES_S = 0.25
+MOST_PREFIXES = 4096  # blocks that routers are told of
 
 
 def regions(cache: KvCache) -> list[Region]:
@@ -61,6 +64,8 @@ class Load:
     waiting_tokens: int
     rows_free: int
     computed_tokens: int
+    waiting_long_tokens: int = 0
+    prefixes: tuple[int, ...] = ()  # short digests of cached blocks, those used last first
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,8 @@ class Worker:
         self._transferring: set[Sequence] = set()  # committed, not acknowledged
         self._pinned: list[Sequence] = []  # ended; the push may still read their rows
         self._computed_tokens = 0
+        self._prefixes: tuple[int, ...] = ()
+        self._prefixes_at = float("-inf")
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._load = self._snapshot()
@@ -188,6 +195,7 @@ class Worker:
             if not chunks:
                 return
             first_tokens = self._compute(chunks)
+            self._share_time(chunks, time.monotonic() - begin)
             self._metrics.step_seconds.observe(time.monotonic() - begin)
             self._metrics.batch_prompts.observe(len(chunks))
             self._metrics.batch_tokens.observe(sum(chunk.end - chunk.start for chunk in chunks))
@@ -240,6 +248,13 @@ class Worker:
             return []
         return self._sample([chunks[i].sequence for i in last], hidden[batch.last_token_rows[last]])
 
+    @staticmethod
+    def _share_time(chunks: list[Chunk], seconds: float) -> None:
+        """Notes for each prompt what the step cost on its behalf."""
+        per_token_s = seconds / sum(chunk.end - chunk.start for chunk in chunks)
+        for chunk in chunks:
+            chunk.sequence.compute_s += per_token_s * (chunk.end - chunk.start)
+
     def _final_rows(self, chunk: Chunk, push: Push) -> _Rows:
         num_blocks = len(chunk.sequence.block_ids)
         end = num_blocks if chunk.is_last else chunk.end // self._engine.blocks.block_size
@@ -284,6 +299,7 @@ class Worker:
             queue_ms=queue_s * 1000,
             prefill_ms=prefill_s * 1000,
             prompt_logprobs=sequence.prompt_logprobs,
+            compute_ms=sequence.compute_s * 1000,
         )
         sequence.emit(first)
         if sequence.push is None:
@@ -350,7 +366,17 @@ class Worker:
             waiting_tokens=self._scheduler.num_waiting_tokens,
             rows_free=self._engine.blocks.num_free,
             computed_tokens=self._computed_tokens,
+            waiting_long_tokens=self._scheduler.num_waiting_tokens_of("long"),
+            prefixes=self._known_prefixes(),
         )
+
+    def _known_prefixes(self) -> tuple[int, ...]:
+        """As of PREFIXES_S ago at most: routers hear of them once a heartbeat, and there may be thousands."""
+        now = time.monotonic()
+        if now - self._prefixes_at > PREFIXES_S:
+            self._prefixes = tuple(map(short, self._engine.blocks.published(MOST_PREFIXES)))
+            self._prefixes_at = now
+        return self._prefixes
 
     def _report(self) -> None:
         load = self._load = self._snapshot()

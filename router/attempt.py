@@ -17,8 +17,10 @@ from contextlib import aclosing
 from enum import Enum
 
 from router.choice import Choice
+from router.lesson import Lesson
 from router.placement import Pair
 from router.pools import Registry, Worker
+from router.predictor import Predictor
 from router.timeline import Timeline
 from router.wire import DecodeEnd, FirstTokens, Job, Token
 from twinpool.errors import (
@@ -70,6 +72,7 @@ class Attempt:
         deadline: float,
         timeline: Timeline,
         registry: Registry,
+        predictor: Predictor,
         on_tokens: Callable[[Choice, int], None],
     ) -> None:
         """`on_tokens(choice, n)` is called after `choice` has taken n tokens in."""
@@ -80,6 +83,7 @@ class Attempt:
         self._deadline = deadline
         self._timeline = timeline
         self._registry = registry
+        self._lesson = Lesson(pair, len(job.token_ids), predictor)
         self._on_tokens = on_tokens
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._prefill: asyncio.Task[None] | None = None
@@ -105,6 +109,7 @@ class Attempt:
             raise AttemptFailed(error, [self._pair.decode] if self._pair.decode else []) from error
         finally:
             self.phase = Phase.ENDED
+            self._lesson.ended()
             if session is not None:
                 session.cancel(self._job.request_id, self._job.attempt)
             self._pair.release()
@@ -131,6 +136,7 @@ class Attempt:
             return
         self.phase = Phase.PREFILLING
         self._pair.reserved()
+        self._lesson.reserved(time.monotonic() - self._started_at)
         if self._timeline.first_token_at is None:
             self._timeline.reserve_ms = 1000 * (time.monotonic() - self._started_at)
         self._prefill = asyncio.ensure_future(self._run_prefill(target))
@@ -140,6 +146,7 @@ class Attempt:
             self._early.append(lambda: self.tokens(choice, tokens))
         elif self.phase is Phase.DECODING and not self._done.done():
             self._decoded = True
+            self._lesson.tokens(choice, len(tokens), time.monotonic())
             try:
                 self._deliver(choice, tokens)
             except Internal as error:
@@ -183,6 +190,7 @@ class Attempt:
                         self._first_tokens(event)
                     else:
                         self._timeline.transferred(event)
+                        self._lesson.transferred(event)
             if not self._done.done() and (self.phase is Phase.PREFILLING or not target):
                 raise Internal(f"prefill worker {worker.info.worker_id} ended the call without an answer")
             worker.breaker.succeeded()
@@ -207,6 +215,7 @@ class Attempt:
         self.phase = Phase.DECODING
         self.cached_tokens = event.cached_tokens
         self._timeline.prefilled(event, time.monotonic())
+        self._lesson.prefilled(event)
         for choice in self._choices.values():
             if choice.awaits_echo:
                 choice.echo(event.prompt or [Token(token_id) for token_id in self._prompt])

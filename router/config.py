@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from router.classifier import SlaClass
+from router.policies import POLICIES
 from service.config import ProcessConfig, option
 from twinpool.errors import ConfigError
 
@@ -28,14 +29,25 @@ class RouterConfig(ProcessConfig):
     )
     sla_classes: tuple[str, ...] = option(
         (
-            "interactive:ttft_ms=1000:tpot_ms=100:priority=10:deadline_s=600:queue=256",
-            "batch:ttft_ms=30000:tpot_ms=0:priority=0:deadline_s=3600:queue=1024",
+            "interactive:ttft_ms=1000:tpot_ms=100:priority=10:deadline_s=600:queue=256:weight=8",
+            "batch:ttft_ms=30000:tpot_ms=0:priority=0:deadline_s=3600:queue=1024:weight=1",
         ),
-        help="service levels: targets for TTFT and TPOT (0: none), priority, default deadline, queue bound",
+        help="service levels: targets for TTFT and TPOT (0: none), priority, default deadline, queue bound, weight, "
+        "decode batch ceiling (max_batch)",
         unit="NAME:KEY=VALUE:...,...",
     )
     default_sla_class: str = option("interactive", help="SLA class of requests that name none")
-    long_input: int = option(512, help="prompts from this length on are of input class long", unit="tokens", minimum=1)
+    long_input: int = option(
+        512, help="prompts with this many tokens that no cache holds are of input class long", unit="tokens", minimum=1
+    )
+    policy: str = option("predict", help="how a pair of workers is chosen", choices=POLICIES)
+    prefill_lookahead: float = option(
+        1.0, help="work of an input class that predict gives a prefill worker in advance", unit="s", minimum=0
+    )
+    max_queued: int = option(
+        10000, help="most requests that wait in this router; beyond, the lowest class gives way", minimum=1
+    )
+    isolate_tenants: bool = option(False, help="prompts of different tenants share no cached prefix")
     max_attempts: int = option(3, help="most attempts at one answer, the first included", minimum=1)
     pool_wait: float = option(
         0.5, help="how long a request may wait for a worker while a pool is empty", unit="s", minimum=0

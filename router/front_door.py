@@ -8,12 +8,14 @@ import random
 import re
 import time
 import uuid
+from array import array
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
 from router.admission import Admission
-from router.classifier import Classifier
+from router.classifier import Classifier, check_priority, check_salt
+from router.decisions import Decisions, log_fields
 from router.metrics import RouterMetrics
 from router.placement import Placement
 from router.pools import Registry
@@ -21,6 +23,7 @@ from router.request import Ask, Request
 from router.tokenizer import ModelCard, Tokenizer
 from service.log import log_request
 from twinpool.errors import Duplicate, InvalidRequest, TwinpoolError, Unavailable, UnknownModel
+from twinpool.prefix import PromptDigests
 from twinpool.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -42,6 +45,10 @@ class Question:
     sla_class: str = ""
     priority: int = 0
     deadline_ms: int = 0  # 0: none
+    ttft_target_ms: float = 0.0  # 0: the class's
+    tpot_target_ms: float = 0.0
+    tenant: str = ""
+    cache_salt: str = ""
     call_timeout_s: float | None = None  # what is left of the call's own deadline
 
 
@@ -57,7 +64,9 @@ class FrontDoor:
         metrics: RouterMetrics,
         *,
         max_attempts: int,
+        isolate_tenants: bool = False,
     ) -> None:
+        """isolate_tenants: prompts of different tenants share no cached prefix."""
         self.card = card
         self.tokenizer = tokenizer
         self.registry = registry
@@ -66,6 +75,8 @@ class FrontDoor:
         self._admission = admission
         self._metrics = metrics
         self._max_attempts = max_attempts
+        self._isolate_tenants = isolate_tenants
+        self.decisions = Decisions()
         self._requests: dict[str, Request] = {}
         self._closing = False
         self._idle = asyncio.Event()  # no request is running
@@ -112,7 +123,9 @@ class FrontDoor:
             self.tokenizer.tokens,
             admission=self._admission,
             registry=self.registry,
+            placement=self._placement,
             metrics=self._metrics,
+            on_decision=self.decisions.add,
             max_attempts=self._max_attempts,
         )
         self._idle.clear()
@@ -139,7 +152,9 @@ class FrontDoor:
         if self._closing:
             raise Unavailable("this router is stopping; send the request to another one")
         self.check_model(question.model)
-        sla = self._classifier.sla_class(question.sla_class)
+        sla = self._classifier.sla_class(question.sla_class, question.ttft_target_ms, question.tpot_target_ms)
+        check_priority(question.priority)
+        check_salt(question.cache_salt)
         if not _REQUEST_ID.fullmatch(request_id):
             raise InvalidRequest(
                 f"request_id is {request_id[:140]!r}: allowed are 1 to 128 printable ASCII characters",
@@ -160,12 +175,18 @@ class FrontDoor:
         deadline_s = question.deadline_ms / 1000 or sla.deadline_s
         if question.call_timeout_s is not None:
             deadline_s = min(deadline_s, question.call_timeout_s)
+        salt = f"{question.tenant}\0{question.cache_salt}" if self._isolate_tenants else question.cache_salt
+        digests = PromptDigests(token_ids := array("I", prompt), salt)
+        num_cached = self._placement.cached_tokens(digests)
         return Ask(
             request_id=request_id,
-            prompt=tuple(prompt),
+            prompt=token_ids,
+            digests=digests,
+            cache_salt=salt,
             sampling=sampling,
             sla=sla,
-            input_class=self._classifier.input_class(len(prompt)),
+            input_class=self._classifier.input_class(len(prompt) - num_cached),
+            tenant=question.tenant,
             priority=question.priority,
             arrived_at=arrived_at,
             deadline=arrived_at + deadline_s,
@@ -214,5 +235,7 @@ class FrontDoor:
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
             completion_tokens=usage.completion_tokens,
+            tenant=ask.tenant,
             **fields,
+            **log_fields(request.decision),
         )

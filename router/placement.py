@@ -1,16 +1,33 @@
-"""Which pair of workers serves a request: the least loaded healthy one, of one fingerprint, with room for it."""
+"""Which pair of workers serves a request: the best by the policy, of one fingerprint, with room for it.
+
+1. Workers that are ready, have slots (and rows) left, and have not had more than their share while they are new.
+2. Those that have failed this request only when there is no other.
+3. Under `predict`, a prefill worker that has enough to do for now is left alone: what waits in the router can still go
+   to whichever worker is free first, and in the order of its queue.
+4. The best few of each pool are combined; the pair with the least cost by the policy wins, the longest unused among
+   equals.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import cast
 
+from router.classifier import LONG, SHORT, Classifier
 from router.decode_session import DecodeSession
+from router.policies import Candidate, DecodeOption, PrefillOption, Work, best, decode_rank, pair, prefill_rank, why
 from router.pools import Claim, Pool, Registry, Worker, WorkerState
+from router.predictor import Predictor
 from router.prefill_call import PrefillClient
+from router.slow_start import SlowStart
+from twinpool.prefix import PromptDigests
 
 _GROWTH_TOKENS = 64  # of answer that a placement counts on; decode workers preempt when answers grow beyond memory
+_BEST = 4  # of each pool that are combined; also bounds what a decision remembers
+_TYPICAL_PROMPT = {SHORT: 128, LONG: 1024}  # tokens
+_NO_DIGESTS = PromptDigests(())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +38,11 @@ class Demand:
     num_choices: int
     max_new_tokens: int  # a choice
     avoid: Collection[str] = ()  # workers that have failed this request; taken only when there is no other
+    digests: PromptDigests = field(default=_NO_DIGESTS, repr=False)
+    least_new_tokens: int = 1  # a choice; it may end before max_new_tokens, but not before these
+    arrived_at: float | None = None  # on the registry's clock
+    ttft_s: float = 0.0  # targets; 0: none
+    tpot_s: float = 0.0
 
     @property
     def needs_decode(self) -> bool:
@@ -32,16 +54,45 @@ class Demand:
         return -(-self.num_tokens // block_size) + self.num_choices * growth
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """How a placement came about: the candidates, the chosen one first, and why it won."""
+
+    policy: str
+    candidates: tuple[Candidate, ...]
+    reason: str
+
+    @property
+    def chosen(self) -> Candidate:
+        return self.candidates[0]
+
+
+class Wait(Enum):
+    """Why a request cannot be placed now."""
+
+    FOR_ROOM = "every worker of a pool has all the requests or rows that it can hold"
+    FOR_TIME = "every prefill worker has enough to do for now"
+
+
 class Pair:
     """A prefill and a decode worker, claimed for one attempt. The owner releases both, in any order, once or more."""
 
-    def __init__(self, prefill: Worker, decode: Worker | None, demand: Demand) -> None:
-        self.prefill = prefill
-        self.decode = decode
-        self._prefill_claim = prefill.claim(tokens=demand.num_tokens, rows=0)
+    def __init__(self, choice: Choice, demand: Demand) -> None:
+        chosen = choice.chosen
+        self.choice = choice
+        self.prefill = chosen.prefill.worker
+        self.decode = chosen.decode.worker if chosen.decode is not None else None
+        self.input_class = chosen.prefill.input_class
+        self._prefill_claim = self.prefill.claim(
+            tokens=demand.num_tokens - chosen.prefill.cached_tokens,
+            rows=0,
+            compute_s=chosen.prefill.compute_s,
+            input_class=self.input_class,
+            digests=demand.digests.of(self.prefill.info.block_size),
+        )
         self._decode_claim: Claim | None = None
-        if decode is not None:
-            self._decode_claim = decode.claim(tokens=0, rows=demand.rows(decode.info.block_size))
+        if self.decode is not None:
+            self._decode_claim = self.decode.claim(tokens=0, rows=demand.rows(self.decode.info.block_size))
 
     @property
     def prefill_client(self) -> PrefillClient:
@@ -68,10 +119,25 @@ class Pair:
 class Placement:
     """Chooses pairs. A worker takes as many requests as it has slots, and a decode worker as its free rows hold."""
 
-    def __init__(self, registry: Registry, *, prefill_slots: int, decode_slots: int) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        classifier: Classifier,
+        *,
+        prefill_slots: int,
+        decode_slots: int,
+        policy: str = "predict",
+        lookahead_s: float = 1.0,
+    ) -> None:
+        """lookahead_s: under `predict`, how much work of an input class a prefill worker is given in advance."""
         self._registry = registry
+        self._classifier = classifier
         self._prefill_slots = prefill_slots
         self._decode_slots = decode_slots
+        self._lookahead_s = lookahead_s
+        self.policy = policy
+        self.predictor = Predictor(registry.clock)
+        self._slow_start = SlowStart(registry.clock)
 
     def missing(self) -> str | None:
         """Why no request at all can be placed, whatever room there is; None when one could."""
@@ -89,23 +155,133 @@ class Placement:
             )
         return None
 
-    def choose(self, demand: Demand) -> Pair | None:
-        """Claims the best pair for `demand`; None when no pair has room now."""
+    def cached_tokens(self, digests: PromptDigests) -> int:
+        """Most tokens of a prompt that any ready prefill worker has in its cache."""
+        return max((worker.cached_tokens(digests) for worker in self._usable(Pool.PREFILL)), default=0)
+
+    def choose(self, demand: Demand) -> Pair | Wait:
+        """Claims the best pair for `demand`, or says what it has to wait for."""
         prefill = [w for w in self._usable(Pool.PREFILL) if len(w.claims) < self._prefill_slots]
         decode = self._usable(Pool.DECODE)
         if demand.needs_decode:
             decode = [w for w in decode if len(w.claims) < self._decode_slots and self._fits(w, demand)]
-        candidates = [
-            (
-                min((w for w in prefill if w.info.fingerprint == fingerprint), key=lambda w: _prefill_cost(w, demand)),
-                min((w for w in decode if w.info.fingerprint == fingerprint), key=lambda w: _decode_cost(w, demand)),
-            )
-            for fingerprint in _fingerprints(prefill) & _fingerprints(decode)
-        ]
+        common = _fingerprints(prefill) & _fingerprints(decode)
+        prefill = [w for w in prefill if w.info.fingerprint in common]
+        decode = [w for w in decode if w.info.fingerprint in common]
+        if not prefill or not decode:
+            return Wait.FOR_ROOM
+        candidates = list(self._candidates(prefill, decode, demand))
         if not candidates:
+            return Wait.FOR_TIME
+        least = min(_num_avoided(each, demand) for each in candidates)
+        chosen = best(self.policy, [each for each in candidates if _num_avoided(each, demand) == least])
+        others = sorted((each for each in candidates if each is not chosen), key=lambda each: each.cost)
+        choice = Choice(policy=self.policy, candidates=(chosen, *others), reason=why(self.policy, chosen, len(others)))
+        self._slow_start.placed(choice.chosen.prefill.worker)
+        if choice.chosen.decode is not None:
+            self._slow_start.placed(choice.chosen.decode.worker)
+        return Pair(choice, demand)
+
+    def earliest_s(self, demand: Demand) -> tuple[float, float] | None:
+        """Seconds until the first token and between later ones, were `demand` placed now, all rooms free.
+
+        None while a pool has nobody whose speed is known.
+        """
+        prefill = [w for w in self._usable(Pool.PREFILL) if self.predictor.knows_prefill(w.info.worker_id)]
+        decode = [w for w in self._usable(Pool.DECODE) if self.predictor.knows_decode(w.info.worker_id)]
+        if not prefill or not decode:
             return None
-        best = min(candidates, key=lambda pair: (_decode_cost(pair[1], demand), _prefill_cost(pair[0], demand)))
-        return Pair(best[0], best[1] if demand.needs_decode else None, demand)
+        first = min(option.done_s for option in self._prefill_options(prefill, demand))
+        return first, min(option.tpot_s for option in self._decode_options(decode))
+
+    def compute_s(self, demand: Demand) -> float:
+        """Of one device's time, for the prompt alone, taken over the ready workers."""
+        usable = self._usable(Pool.PREFILL)
+        if not usable:
+            return 0.0
+        options = list(self._prefill_options(usable, demand))
+        return sum(option.compute_s for option in options) / len(options)
+
+    @property
+    def num_prefill(self) -> int:
+        return len(self._usable(Pool.PREFILL))
+
+    def _candidates(self, prefill: list[Worker], decode: list[Worker], demand: Demand) -> Iterator[Candidate]:
+        prefill = self._slow_start.allowed(prefill, self._registry.pool(Pool.PREFILL)) or prefill
+        decode = self._slow_start.allowed(decode, self._registry.pool(Pool.DECODE)) or decode
+        prefills = self._best(list(self._prefill_options(prefill, demand)), demand)
+        if self.policy == "predict":
+            prefills = [option for option in prefills if self._has_time(option)]
+        decodes: list[DecodeOption | None] = [None]
+        if demand.needs_decode:
+            decodes = list(self._best(list(self._decode_options(decode)), demand))
+        waited_s = 0.0 if demand.arrived_at is None else self._registry.clock() - demand.arrived_at
+        work = Work(num_tokens=demand.num_tokens, waited_s=waited_s, ttft_s=demand.ttft_s, tpot_s=demand.tpot_s)
+        for first in prefills:
+            for second in decodes:
+                if second is None or second.worker.info.fingerprint == first.worker.info.fingerprint:
+                    yield pair(self.policy, first, second, work, self.predictor)
+
+    def _best(self, options: list, demand: Demand) -> list:  # type: ignore[type-arg]  # of either kind of option
+        """The few of each fingerprint that can come first in a pair."""
+        kept: dict[str, int] = {}
+        found = []
+        for option in sorted(options, key=lambda each: _worker_order(self.policy, each, demand)):
+            fingerprint = option.worker.info.fingerprint
+            kept[fingerprint] = kept.get(fingerprint, 0) + 1
+            if kept[fingerprint] <= _BEST:
+                found.append(option)
+        return found
+
+    def _prefill_options(self, workers: list[Worker], demand: Demand) -> Iterator[PrefillOption]:
+        known = {w: self.predictor.knows_prefill(w.info.worker_id) for w in workers}
+        typical_s = _mean([w.backlog.total for w in workers if known[w]])
+        for worker in workers:
+            self._take_report(worker)
+            cached = worker.cached_tokens(demand.digests)
+            input_class = self._classifier.input_class(demand.num_tokens - cached)
+            compute_s = self.predictor.prefill_s(worker.info.worker_id, demand.num_tokens, cached)
+            done_s = worker.backlog.until_done(input_class, compute_s)
+            if not known[worker]:  # what it has to do is unknown as well: no less than the others
+                done_s = max(done_s, typical_s + compute_s)
+            yield PrefillOption(
+                worker=worker,
+                cached_tokens=cached,
+                input_class=input_class,
+                known=known[worker],
+                compute_s=compute_s,
+                done_s=done_s,
+                delays_s=min(compute_s, worker.backlog.of(LONG if input_class == SHORT else SHORT)),
+            )
+
+    def _decode_options(self, workers: list[Worker]) -> Iterator[DecodeOption]:
+        known = {w: self.predictor.knows_decode(w.info.worker_id) for w in workers}
+        typical = _mean([float(w.requests) for w in workers if known[w]])
+        for worker in workers:
+            requests = worker.requests if known[worker] else max(float(worker.requests), typical)
+            yield DecodeOption(
+                worker=worker,
+                known=known[worker],
+                reserve_s=self.predictor.reserve_s(worker.info.worker_id),
+                tpot_s=self.predictor.tpot_s(worker.info.worker_id, requests + 1),
+            )
+
+    def _take_report(self, worker: Worker) -> None:
+        """Puts what a worker has reported, in tokens, into its backlog, in seconds."""
+        if worker.load is None or not worker.load_is_new:
+            return
+        worker.load_is_new = False
+        waiting, long = worker.load.waiting_tokens, worker.load.waiting_long_tokens
+        for name, tokens in ((SHORT, waiting - long), (LONG, long)):
+            typical = min(
+                tokens, _TYPICAL_PROMPT[name]
+            )  # several prompts, whose attention does not add up to one long one's
+            seconds = self.predictor.prefill_s(worker.info.worker_id, typical) * tokens / typical if tokens else 0.0
+            worker.backlog.reported({name: seconds})
+
+    def _has_time(self, option: PrefillOption) -> bool:
+        backlog_s = option.worker.backlog.of(option.input_class)
+        return backlog_s <= self._lookahead_s or not option.worker.claims
 
     def _usable(self, pool: Pool) -> list[Worker]:
         return [worker for worker in self._registry.pool(pool) if worker.state is WorkerState.READY]
@@ -120,9 +296,15 @@ def _fingerprints(workers: Iterable[Worker]) -> set[str]:
     return {worker.info.fingerprint for worker in workers}
 
 
-def _prefill_cost(worker: Worker, demand: Demand) -> tuple[bool, float, float]:
-    return worker.info.worker_id in demand.avoid, worker.waiting_tokens, worker.last_claim_at
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
 
 
-def _decode_cost(worker: Worker, demand: Demand) -> tuple[bool, float, float]:
-    return worker.info.worker_id in demand.avoid, worker.requests, worker.last_claim_at
+def _worker_order(policy: str, option: PrefillOption | DecodeOption, demand: Demand) -> tuple[float, ...]:
+    rank = prefill_rank(policy, option) if isinstance(option, PrefillOption) else decode_rank(policy, option)
+    return (option.worker.info.worker_id in demand.avoid, *rank, option.worker.last_claim)
+
+
+def _num_avoided(candidate: Candidate, demand: Demand) -> int:
+    workers = [candidate.prefill.worker, *([candidate.decode.worker] if candidate.decode is not None else [])]
+    return sum(worker.info.worker_id in demand.avoid for worker in workers)

@@ -6,16 +6,22 @@ The state is soft: workers report it, and it is rebuilt from their reports after
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol
 
+from router.backlog import Backlog
 from router.breaker import Breaker
+from router.classifier import SHORT
 from twinpool.errors import Incompatible, TransferFailed, TwinpoolError, Unavailable
+from twinpool.prefix import PromptDigests
 
 logger = logging.getLogger(__name__)
+
+_claim_numbers = itertools.count(1)
 
 
 class Pool(IntEnum):
@@ -59,6 +65,8 @@ class WorkerLoad:
     tokens_per_s: float = 0.0
     waiting_tokens: int = 0
     draining: bool = False
+    waiting_long_tokens: int = 0
+    prefixes: frozenset[int] = frozenset()  # short digests of cached blocks
 
 
 class Link(Protocol):
@@ -74,6 +82,9 @@ class Claim:
     tokens: int
     rows: int
     probe: bool
+    compute_s: float = 0.0  # predicted, of a prefill worker's device
+    input_class: str = SHORT
+    digests: tuple[int, ...] = ()  # of the prompt's blocks, which a prefill worker will have computed before the next's
     reported: bool = False  # a report that came after the worker set the rows aside counts them already
     reserved: bool = False
 
@@ -85,13 +96,15 @@ class Worker:
         self.info = info
         self.link = link  # DecodeSession or PrefillClient, by pool
         self.load: WorkerLoad | None = None  # unknown until the first report, which is not the same as idle
+        self.load_is_new = False  # until placement has put it into the backlog
         self.connected = True  # its Join stream is open
         self.stream: object = None  # the one that counts, of possibly several; the registry's server writes it
         self.lease_ends = 0.0
         self.joined_at = clock()
-        self.last_claim_at = 0.0
+        self.last_claim = 0  # grows with every claim on any worker
         self.claims: set[Claim] = set()
         self.breaker = Breaker(clock)
+        self.backlog = Backlog(clock)
         self._clock = clock
 
     @property
@@ -119,21 +132,51 @@ class Worker:
         reported = self.load.waiting_tokens if self.load is not None else 0
         return max(sum(claim.tokens for claim in self.claims), reported)
 
-    def claim(self, *, tokens: int, rows: int) -> Claim:
-        claim = Claim(tokens=tokens, rows=rows, probe=self.breaker.begin())
+    def cached_tokens(self, digests: PromptDigests) -> int:
+        """Tokens of a prompt that its cache holds, by its last report, or will hold after what it has claimed."""
+        if self.load is None or not (self.load.prefixes or self.claims):
+            return 0
+        wanted = digests.of(self.info.block_size)
+        best = _common(wanted, self.load.prefixes)
+        for claim in self.claims:
+            if claim.digests and wanted and claim.digests[0] == wanted[0]:
+                same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(wanted, claim.digests, strict=False))
+                best = max(best, sum(1 for _ in same))
+        return best * self.info.block_size
+
+    def claim(
+        self,
+        *,
+        tokens: int,
+        rows: int,
+        compute_s: float = 0.0,
+        input_class: str = SHORT,
+        digests: tuple[int, ...] = (),
+    ) -> Claim:
+        claim = Claim(
+            tokens=tokens,
+            rows=rows,
+            probe=self.breaker.begin(),
+            compute_s=compute_s,
+            input_class=input_class,
+            digests=digests,
+        )
         self.claims.add(claim)
-        self.last_claim_at = self._clock()
+        self.backlog.claim(input_class, compute_s)
+        self.last_claim = next(_claim_numbers)
         return claim
 
     def release(self, claim: Claim) -> None:
         """Idempotent."""
         if claim in self.claims:
             self.claims.remove(claim)
+            self.backlog.release(claim.input_class, claim.compute_s)
             if claim.probe:
                 self.breaker.end_probe()
 
     def reported(self, load: WorkerLoad) -> None:
         self.load = load
+        self.load_is_new = True
         for claim in self.claims:
             claim.reported = claim.reserved
 
@@ -152,7 +195,7 @@ class Registry:
         self._model = model
         self._connect = connect
         self._lease_s = lease_s
-        self._clock = clock
+        self.clock = clock  # seconds
         self._workers: dict[str, Worker] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._pauses: dict[Worker, asyncio.TimerHandle] = {}
@@ -182,9 +225,9 @@ class Registry:
         else:
             if known is not None:
                 self._forget(known, "a new incarnation has joined")
-            known = self._workers[info.worker_id] = Worker(info, self._connect(info), self._clock)
+            known = self._workers[info.worker_id] = Worker(info, self._connect(info), self.clock)
             logger.info("worker joined", extra={"worker": info.worker_id, "pool": info.pool.name.lower()})
-        known.lease_ends = self._clock() + self._lease_s
+        known.lease_ends = self.clock() + self._lease_s
         self.on_change()
         return known
 
@@ -193,7 +236,7 @@ class Registry:
         if self._workers.get(worker.info.worker_id) is not worker:
             raise Unavailable(f"the lease of worker {worker.info.worker_id} has ended; join again")
         worker.reported(load)
-        worker.lease_ends = self._clock() + self._lease_s
+        worker.lease_ends = self.clock() + self._lease_s
         self.on_change()
 
     def left(self, worker: Worker) -> None:
@@ -228,7 +271,7 @@ class Registry:
         late_s: how much later than planned this call comes. Then this process stood still, with reports unread in
         its sockets: the leases run longer by as much.
         """
-        now = self._clock()
+        now = self.clock()
         for worker in self:
             worker.lease_ends += late_s
         for worker in [worker for worker in self if worker.lease_ends <= now]:
@@ -263,6 +306,11 @@ class Registry:
         task = asyncio.ensure_future(_close(worker.link.close(), worker.info.worker_id))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+
+
+def _common(wanted: tuple[int, ...], held: frozenset[int]) -> int:
+    """How many of `wanted`, from the first on, are held."""
+    return sum(1 for _ in itertools.takewhile(held.__contains__, wanted))
 
 
 async def _close(closing: Awaitable[None], worker_id: str) -> None:

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from array import array
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from router.admission import Admission
 from router.attempt import Attempt, AttemptFailed
 from router.choice import Choice, Delta
 from router.classifier import SlaClass
+from router.decisions import Decision
 from router.detokenizer import TokenBytes
 from router.metrics import RouterMetrics
-from router.placement import Demand
+from router.placement import Demand, Pair, Placement
 from router.pools import Registry
 from router.timeline import Timeline
 from router.wire import Job
 from twinpool.errors import DeadlineExceeded, Overloaded, PoolEmpty, TransferFailed, TwinpoolError, WorkerLost
+from twinpool.prefix import PromptDigests
 from twinpool.sampling import SamplingParams
 
 
@@ -30,10 +33,13 @@ class Ask:
     """What is to be done: validated, tokenized and classified. `sampling` has its seed and max_tokens set."""
 
     request_id: str
-    prompt: tuple[int, ...]
+    prompt: array[int]  # four bytes a token: thousands of these may wait
+    digests: PromptDigests
+    cache_salt: str
     sampling: SamplingParams
-    sla: SlaClass
-    input_class: str
+    sla: SlaClass  # with the request's own targets
+    input_class: str  # by what no cache held when it came
+    tenant: str
     priority: int
     arrived_at: float  # seconds on the event loop's clock, as the deadline
     deadline: float
@@ -56,7 +62,9 @@ class Request:
         *,
         admission: Admission,
         registry: Registry,
+        placement: Placement,
         metrics: RouterMetrics,
+        on_decision: Callable[[Decision], None],
         max_attempts: int,
     ) -> None:
         self.ask = ask
@@ -65,9 +73,12 @@ class Request:
         self.timeline = Timeline(ask.arrived_at, ask.sla.name, ask.input_class)
         self.outcome = ""  # "finished", "cancelled" or the class of the error; empty until `close`
         self.error = ""  # its message
+        self.decision: Decision | None = None  # the last placement
         self._admission = admission
         self._registry = registry
         self._metrics = metrics
+        self._placement = placement
+        self._on_decision = on_decision
         self._max_attempts = max_attempts
         self._cached_tokens: int | None = None  # of the first prefill, the one that saw the bare prompt
         self._avoid: set[str] = set()
@@ -172,20 +183,28 @@ class Request:
     async def _attempt(self, choices: Sequence[Choice], *, resumption: bool) -> None:
         ask, timeline = self.ask, self.timeline
         pair = await self._admission.place(
-            self._demand(choices), ask.sla, priority=ask.priority, deadline=ask.deadline, resumption=resumption
+            self._demand(choices),
+            ask.sla,
+            priority=ask.priority,
+            deadline=ask.deadline,
+            resumption=resumption,
+            tenant=ask.tenant,
+            input_class=ask.input_class,
         )
         timeline.attempts += 1
         timeline.placed_at = timeline.placed_at or time.monotonic()
         timeline.prefill_worker = pair.prefill.info.worker_id
         timeline.decode_worker = pair.decode.info.worker_id if pair.decode is not None else ""
+        self._remember(pair, len(ask.prompt) + len(choices[0].token_ids))
         attempt = Attempt(
-            self._job(choices, timeline.attempts),
+            self._job(choices, timeline.attempts, pair.input_class),
             pair,
             choices,
             prompt=ask.prompt,
             deadline=ask.deadline,
             timeline=timeline,
             registry=self._registry,
+            predictor=self._placement.predictor,
             on_tokens=self._on_tokens,
         )
         try:
@@ -195,15 +214,38 @@ class Request:
                 self._cached_tokens = attempt.cached_tokens
 
     def _demand(self, choices: Sequence[Choice]) -> Demand:
-        delivered = len(choices[0].token_ids)
+        ask, delivered = self.ask, len(choices[0].token_ids)
+        sampling = ask.sampling
+        max_new_tokens = (sampling.max_tokens or 1) - delivered
         return Demand(
-            num_tokens=len(self.ask.prompt) + delivered,
+            num_tokens=len(ask.prompt) + delivered,
             num_choices=len(choices),
-            max_new_tokens=(self.ask.sampling.max_tokens or 1) - delivered,
+            max_new_tokens=max_new_tokens,
+            least_new_tokens=max_new_tokens if _never_stops(sampling) else max(1, sampling.min_tokens - delivered),
             avoid=frozenset(self._avoid),
+            digests=ask.digests,
+            arrived_at=ask.arrived_at,
+            ttft_s=ask.sla.ttft_ms / 1000,
+            tpot_s=ask.sla.tpot_ms / 1000,
         )
 
-    def _job(self, choices: Sequence[Choice], attempt: int) -> Job:
+    def _remember(self, pair: Pair, num_tokens: int) -> None:
+        ask, timeline = self.ask, self.timeline
+        self.decision = Decision(
+            request_id=ask.request_id,
+            attempt=timeline.attempts,
+            sla_class=ask.sla.name,
+            input_class=pair.input_class,
+            tenant=ask.tenant,
+            prompt_tokens=num_tokens,
+            ttft_target_ms=ask.sla.ttft_ms,
+            tpot_target_ms=ask.sla.tpot_ms,
+            queued_ms=1000 * (time.monotonic() - ask.arrived_at),
+            choice=pair.choice,
+        )
+        self._on_decision(self.decision)
+
+    def _job(self, choices: Sequence[Choice], attempt: int, input_class: str) -> Job:
         ask, first = self.ask, choices[0]
         return Job(
             request_id=ask.request_id,
@@ -212,10 +254,13 @@ class Request:
             num_prompt_tokens=len(ask.prompt),
             sampling=replace(ask.sampling, n=len(choices), echo=first.awaits_echo),
             first_choice=first.index,
-            input_class=ask.input_class,
+            input_class=input_class,
             sla_class=ask.sla.name,
             priority=ask.priority,
+            class_priority=ask.sla.priority,
             tpot_target_ms=ask.sla.tpot_ms,
+            max_batch=ask.sla.max_batch,
+            cache_salt=ask.cache_salt,
         )
 
     def _on_tokens(self, choice: Choice, count: int) -> None:
@@ -234,6 +279,11 @@ class Request:
         if self.timeline.first_token_at is None:
             return "before its first token"
         return f"{self.longest} tokens into its answer"
+
+
+def _never_stops(sampling: SamplingParams) -> bool:
+    """Whether nothing but max_tokens ends the answer."""
+    return sampling.ignore_eos and not sampling.stop and not sampling.stop_token_ids
 
 
 def _exhausted(failures: Sequence[TwinpoolError], why: str) -> TwinpoolError:

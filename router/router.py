@@ -38,18 +38,27 @@ class Router:
         classes = config.parsed_classes()
         clock = asyncio.get_running_loop().time
         self.registry = Registry(card.name, self._connect, lease_s=config.lease_ms / 1000, clock=clock)
-        placement = Placement(self.registry, prefill_slots=config.prefill_slots, decode_slots=config.decode_slots)
-        self.admission = Admission(classes, placement, pool_wait_s=config.pool_wait)
+        classifier = Classifier(classes, config.default_sla_class, config.long_input)
+        placement = Placement(
+            self.registry,
+            classifier,
+            prefill_slots=config.prefill_slots,
+            decode_slots=config.decode_slots,
+            policy=config.policy,
+            lookahead_s=config.prefill_lookahead,
+        )
+        self.admission = Admission(classes, placement, pool_wait_s=config.pool_wait, max_queued=config.max_queued)
         self.registry.on_change = self._on_change
         self.front_door = FrontDoor(
             card,
             tokenizer,
-            Classifier(classes, config.default_sla_class, config.long_input),
+            classifier,
             self.registry,
             placement,
             self.admission,
             figures,
             max_attempts=config.max_attempts,
+            isolate_tenants=config.isolate_tenants,
         )
         self._joins = RegistryServer(self.registry, heartbeat_ms=config.heartbeat_ms, lease_ms=config.lease_ms)
         self._changed = asyncio.Event()

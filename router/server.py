@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from router.choice import Delta
+from router.classifier import tenant_of
+from router.decisions import Decision, figures
 from router.front_door import FrontDoor, Question
 from router.pools import Worker
 from router.request import Request
@@ -75,6 +77,10 @@ class RouterServer(RouterServicer):
             ]
         )
 
+    async def Explain(self, message: v1.ExplainRequest, context: Any) -> v1.ExplainResponse:
+        decisions = self._front_door.decisions.of(message.request_id)
+        return v1.ExplainResponse(decisions=[_decision(each) for each in decisions])
+
     async def GetPools(self, message: v1.GetPoolsRequest, context: Any) -> v1.GetPoolsResponse:
         now = asyncio.get_running_loop().time()
         workers = sorted(self._front_door.registry, key=lambda worker: (worker.info.pool, worker.info.worker_id))
@@ -98,6 +104,10 @@ def _question(message: v1.GenerateRequest, context: Any) -> Question:
         sla_class=message.sla_class,
         priority=message.priority,
         deadline_ms=message.deadline_ms,
+        ttft_target_ms=message.ttft_target_ms,
+        tpot_target_ms=message.tpot_target_ms,
+        tenant=tenant_of(message.tenant, dict(context.invocation_metadata() or ())),
+        cache_salt=message.cache_salt,
         call_timeout_s=context.time_remaining(),
     )
 
@@ -160,6 +170,24 @@ def _usage(request: Request) -> v1.Usage:
 def _timeline(request: Request) -> v1.Timeline:
     fields: dict[str, Any] = request.timeline.fields(request.longest)
     return v1.Timeline(**fields)
+
+
+def _decision(decision: Decision) -> v1.Decision:
+    choice = decision.choice
+    return v1.Decision(
+        request_id=decision.request_id,
+        attempt=decision.attempt,
+        policy=choice.policy,
+        sla_class=decision.sla_class,
+        input_class=decision.input_class,
+        tenant=decision.tenant,
+        prompt_tokens=decision.prompt_tokens,
+        ttft_target_ms=decision.ttft_target_ms,
+        tpot_target_ms=decision.tpot_target_ms,
+        queued_ms=decision.queued_ms,
+        candidates=[v1.CandidatePair(**figures(each)) for each in choice.candidates],
+        reason=choice.reason,
+    )
 
 
 def _worker_status(worker: Worker, now: float) -> v1.WorkerStatus:

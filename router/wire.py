@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from router.classifier import PRIORITY_LIMIT
 from router.pools import Pool, WorkerInfo, WorkerLoad
 from service.wire import sampling_to_proto
 from twinpool.errors import Incompatible
@@ -27,14 +29,22 @@ class Job:
 
     request_id: str
     attempt: int
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     num_prompt_tokens: int
     sampling: SamplingParams
     first_choice: int
     input_class: str
     sla_class: str
-    priority: int
+    priority: int  # among the requests of its class
+    class_priority: int
     tpot_target_ms: float
+    max_batch: int = 0
+    cache_salt: str = ""
+
+    @property
+    def seniority(self) -> int:
+        """Whose rows a decode worker takes away last: by class, then by the request's own priority."""
+        return (2 * PRIORITY_LIMIT + 1) * self.class_priority + self.priority
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +56,7 @@ class FirstTokens:
     queue_ms: float
     prefill_ms: float
     prompt: tuple[Token, ...]
+    compute_ms: float = 0.0  # of the device, for this prompt alone; 0: the worker does not say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +77,8 @@ class DecodeEnd:
     message: str
     decode_ms: float
 
+
+MOST_PREFIXES = 4096  # of a worker's report that are read
 
 _NONE = FinishReason.NONE
 _FINISH = {int(reason): reason for reason in FinishReason}
@@ -97,6 +110,7 @@ def prefill_request(job: Job, transfer_target: bytes) -> worker_pb2.PrefillReque
         transfer_target=transfer_target,
         first_choice=job.first_choice,
         priority=job.priority,
+        cache_salt=job.cache_salt,
     )
 
 
@@ -112,7 +126,8 @@ def decode_submit(job: Job, timeout_s: float) -> worker_pb2.DecodeCommand:
             timeout_ms=min(2**32 - 1, max(1, int(timeout_s * 1000))),
             tpot_target_ms=job.tpot_target_ms,
             sla_class=job.sla_class,
-            priority=job.priority,
+            priority=job.seniority,
+            max_batch=job.max_batch,
         )
     )
 
@@ -129,6 +144,7 @@ def first_tokens(message: worker_pb2.FirstTokens) -> FirstTokens:
         cached_tokens=message.cached_tokens,
         queue_ms=message.queue_ms,
         prefill_ms=message.prefill_ms,
+        compute_ms=message.compute_ms,
         # the first token of a prompt has nothing before it that could predict it
         prompt=tuple(token(each) if at else Token(each.token_id) for at, each in enumerate(message.prompt_logprobs)),
     )
@@ -174,4 +190,6 @@ def worker_load(message: worker_pb2.WorkerLoad) -> WorkerLoad:
         tokens_per_s=message.tokens_per_s,
         waiting_tokens=message.waiting_tokens,
         draining=message.draining,
+        waiting_long_tokens=min(message.waiting_long_tokens, message.waiting_tokens),
+        prefixes=frozenset(message.prefix_digests[:MOST_PREFIXES]),
     )

@@ -27,7 +27,7 @@ from twinpool import options as requests
 from twinpool import results
 from twinpool.calls import ConnectionOptions, Routers
 from twinpool.options import Conversation, Prompt, RequestOptions
-from twinpool.results import Answer, Chunk, Generation, Model, Pools
+from twinpool.results import Answer, Chunk, Decision, Generation, Model, Pools
 from twinpool.v1 import router_pb2 as v1
 
 
@@ -74,6 +74,10 @@ class Client:
     def pools(self) -> Pools:
         """Both pools as the router sees them now."""
         return results.pools(self._call("GetPools", v1.GetPoolsRequest()))
+
+    def explain(self, request_id: str) -> list[Decision]:
+        """Why a request of late went to the workers it went to, one decision an attempt. Raises UnknownRequest."""
+        return results.decisions(self._call("Explain", v1.ExplainRequest(request_id=request_id)))
 
     def close(self) -> None:
         """Cancels what is still running and closes the connections. Idempotent."""
@@ -198,6 +202,10 @@ class AsyncClient:
     async def pools(self) -> Pools:
         """Both pools as the router sees them now."""
         return results.pools(await self._call("GetPools", v1.GetPoolsRequest()))
+
+    async def explain(self, request_id: str) -> list[Decision]:
+        """Why a request of late went to the workers it went to, one decision an attempt. Raises UnknownRequest."""
+        return results.decisions(await self._call("Explain", v1.ExplainRequest(request_id=request_id)))
 
     async def close(self) -> None:
         """Cancels what is still running and closes the connections. Idempotent."""

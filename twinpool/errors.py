@@ -3,6 +3,8 @@
     TwinpoolError
     ├── InvalidRequest          INVALID_ARGUMENT      a field is wrong; `field` names it
     ├── UnknownModel            NOT_FOUND
+    ├── UnknownRequest          NOT_FOUND             no such request is remembered
+    ├── UnknownWorker           NOT_FOUND             no such worker has joined
     ├── Unauthenticated         UNAUTHENTICATED
     ├── Duplicate               ALREADY_EXISTS        the request id is in use
     ├── Overloaded              RESOURCE_EXHAUSTED    retryable, `retry_after_s` says when
@@ -55,6 +57,18 @@ class InvalidRequest(TwinpoolError):
 
 
 class UnknownModel(TwinpoolError):
+    code = grpc.StatusCode.NOT_FOUND
+
+
+class UnknownRequest(TwinpoolError):
+    """Nothing is remembered of a request id."""
+
+    code = grpc.StatusCode.NOT_FOUND
+
+
+class UnknownWorker(TwinpoolError):
+    """No worker of this id has joined the router."""
+
     code = grpc.StatusCode.NOT_FOUND
 
 

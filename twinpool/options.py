@@ -49,9 +49,17 @@ class RequestOptions(SamplingOptions, total=False):
     request_id: str  # unique while it runs; default: drawn by the router
     sla_class: str  # a class of the router's config; default: its default class
     priority: int  # higher goes first within a class; default 0
+    ttft_target_ms: float  # 1 to 3,600,000, arrival to first token; default: the class's
+    tpot_target_ms: float  # 1 to 60,000, mean time between tokens; default: the class's
+    tenant: str  # whose share of the queue it takes; default: by metadata or API key
+    cache_salt: str  # cached prefixes are shared only under the same one; default: with all
     deadline_s: float  # from the call to the last token, retries included; default: the client's timeout_s
 
 
+_OWN_FIELDS = (
+    *("model", "request_id", "sla_class", "priority"),
+    *("ttft_target_ms", "tpot_target_ms", "tenant", "cache_salt"),
+)
 _REPEATED = ("stop", "stop_token_ids", "token_ids", "ids")
 
 
@@ -64,7 +72,7 @@ def generate_request(prompt: Prompt, options: RequestOptions) -> v1.GenerateRequ
     for name in SamplingOptions.__annotations__:
         if (value := values.pop(name, None)) is not None:
             _set(request.sampling, name, value)
-    for name in ("model", "request_id", "sla_class", "priority"):
+    for name in _OWN_FIELDS:
         if (value := values.pop(name, None)) is not None:
             _set(request, name, value)
     if values:

@@ -143,6 +143,41 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CandidatePair:
+    """What the router predicted of one pair of workers; router.proto says what each figure covers."""
+
+    prefill_worker: str
+    decode_worker: str  # empty: the first token is the whole answer
+    cached_tokens: int
+    known: bool  # False: a worker is new, its figures are its pool's
+    queue_ms: float
+    prefill_ms: float
+    transfer_ms: float
+    reserve_ms: float
+    tpot_ms: float
+    ttft_ms: float
+    cost: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One placement of one attempt: the candidates, the chosen one first, and why it won."""
+
+    request_id: str
+    attempt: int
+    policy: str
+    sla_class: str
+    input_class: str
+    tenant: str
+    prompt_tokens: int
+    ttft_target_ms: float
+    tpot_target_ms: float
+    queued_ms: float
+    candidates: list[CandidatePair]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pools:
     """Both pools as one router sees them now."""
 
@@ -225,6 +260,13 @@ def generation(message: v1.GenerateResponse) -> Generation:
 
 def models(message: v1.ListModelsResponse) -> list[Model]:
     return [_same_names(Model, card) for card in message.models]
+
+
+def decisions(message: v1.ExplainResponse) -> list[Decision]:
+    return [
+        _same_names(Decision, each, candidates=[_same_names(CandidatePair, pair) for pair in each.candidates])
+        for each in message.decisions
+    ]
 
 
 def pools(message: v1.GetPoolsResponse) -> Pools:

@@ -10,13 +10,13 @@ import tracemalloc
 import pytest
 
 from router.admission import Admission
-from router.classifier import SlaClass
+from router.classifier import Classifier, SlaClass
 from router.placement import Demand, Pair, Placement
 from router.pools import Registry
 from tests.router.workers import join, registry
 from twinpool.errors import Overloaded, PoolEmpty
 
-INTERACTIVE = SlaClass(name="interactive", priority=10, queue=2000)
+INTERACTIVE = SlaClass(name="interactive", priority=10, queue=2000, weight=8)
 BATCH = SlaClass(name="batch", priority=0, queue=3)
 DEMAND = Demand(num_tokens=10, num_choices=1, max_new_tokens=10)
 
@@ -24,13 +24,24 @@ DEMAND = Demand(num_tokens=10, num_choices=1, max_new_tokens=10)
 class Gate:
     """A pair of workers with one slot, and the order in which requests got it."""
 
-    def __init__(self, *, pool_wait_s: float = 0.05, workers: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        pool_wait_s: float = 0.05,
+        workers: bool = True,
+        policy: str = "least_loaded",
+        decode_slots: int = 1,
+        max_queued: int = 10000,
+    ) -> None:
         self.pools: Registry = registry()
         if workers:
             join(self.pools, "p0")
-            join(self.pools, "d0")
-        placement = Placement(self.pools, prefill_slots=100, decode_slots=1)
-        self.admission = Admission((BATCH, INTERACTIVE), placement, pool_wait_s=pool_wait_s)
+            join(self.pools, "d0", rows_free=10000)
+        classifier = Classifier((BATCH, INTERACTIVE), "batch", 512)
+        self.placement = placement = Placement(
+            self.pools, classifier, prefill_slots=100, decode_slots=decode_slots, policy=policy
+        )
+        self.admission = Admission((BATCH, INTERACTIVE), placement, pool_wait_s=pool_wait_s, max_queued=max_queued)
         self.pools.on_change = self.admission.pump
         self.order: list[str] = []
 
@@ -40,19 +51,18 @@ class Gate:
         pair.release()
         self.admission.pump()
 
-    async def place(self, sla: SlaClass = INTERACTIVE, **fields: object) -> Pair:
+    async def place(self, sla: SlaClass = INTERACTIVE, demand: Demand = DEMAND, **fields: object) -> Pair:
         options = {"priority": 0, "deadline": 1e9} | fields
-        return await self.admission.place(DEMAND, sla, **options)  # type: ignore[arg-type]
+        return await self.admission.place(demand, sla, **options)  # type: ignore[arg-type]
 
     def queue(self, name: str, sla: SlaClass = INTERACTIVE, **fields: object) -> asyncio.Task[None]:
         return asyncio.ensure_future(self.pass_through(name, sla, **fields))
 
 
-async def test_order_is_class_then_priority_then_deadline_then_arrival() -> None:
+async def test_order_within_a_class_is_priority_then_deadline_then_arrival() -> None:
     gate = Gate()
     holder = await gate.place()
     waiting = [
-        gate.queue("batch", BATCH, priority=99),
         gate.queue("late", deadline=30),
         gate.queue("soon", deadline=20),
         gate.queue("soon too", deadline=20),
@@ -64,8 +74,85 @@ async def test_order_is_class_then_priority_then_deadline_then_arrival() -> None
     holder.release()
     gate.admission.pump()
     await asyncio.gather(*waiting)
-    assert gate.order == ["resumed", "urgent", "soon", "soon too", "late", "batch"]
+    assert gate.order == ["resumed", "urgent", "soon", "soon too", "late"]
     assert gate.admission.queued("interactive") == gate.admission.queued("batch") == 0
+
+
+async def test_classes_share_by_weight_and_tenants_alike_so_that_nobody_starves() -> None:
+    gate = Gate()
+    holder = await gate.place()
+    waiting = [gate.queue("i", INTERACTIVE, tenant="noisy") for _ in range(60)]
+    waiting += [gate.queue("i quiet", INTERACTIVE, tenant="quiet") for _ in range(3)]
+    waiting += [gate.queue("b", BATCH) for _ in range(3)]
+    await asyncio.sleep(0)
+    holder.release()
+    gate.admission.pump()
+    await asyncio.gather(*waiting)
+    last = {name: max(i for i, each in enumerate(gate.order) if each == name) for name in set(gate.order)}
+    assert last["i quiet"] < 10  # three turns of two tenants, and what batch takes
+    first_40 = gate.order[:40]
+    assert first_40.count("b") == 3  # one in nine, by weights 8 and 1
+    assert gate.order[:9].count("b") <= 2
+
+
+async def test_long_input_that_waits_for_a_busy_prefill_worker_does_not_hold_up_short_ones() -> None:
+    gate = Gate(policy="predict", decode_slots=100)
+    long = Demand(num_tokens=3000, num_choices=1, max_new_tokens=10)
+    pairs = [await gate.place(demand=long, input_class="long")]
+    blocked = asyncio.ensure_future(gate.place(demand=long, input_class="long"))
+    await asyncio.sleep(0)
+    assert not blocked.done()  # three seconds of work are there already, by the default of a millisecond a token
+    pairs += [await asyncio.wait_for(gate.place(), 1) for _ in range(3)]
+    for pair in pairs:
+        pair.release()
+    gate.admission.pump()
+    (await asyncio.wait_for(blocked, 5)).release()
+    gate.admission.close()
+
+
+async def test_deadline_that_cannot_be_kept_is_refused_at_once_with_when_to_return() -> None:
+    gate = Gate()
+    predictor = gate.placement.predictor
+    for _ in range(8):
+        predictor.prefilled("p0", 10, 0, 2.0)
+        predictor.decoded("d0", 1, 0.1)
+    now = asyncio.get_running_loop().time()
+    slow = Demand(num_tokens=10, num_choices=1, max_new_tokens=11, least_new_tokens=11)
+    with pytest.raises(Overloaded, match=r"about 3\.0 s, and 1\.0 s are left") as caught:
+        await gate.place(demand=slow, deadline=now + 1)
+    assert caught.value.retry_after_s == pytest.approx(2.0, abs=0.1)
+    holder = await gate.place(deadline=now + 60)
+    waiting: list[asyncio.Task[None]] = []
+    while not (waiting and waiting[-1].done()) and len(waiting) < 20:  # two seconds each, one after the other
+        waiting.append(gate.queue(str(len(waiting)), deadline=now + 25))
+        await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="in the queue"):
+        await waiting.pop()
+    assert 10 <= len(waiting) <= 15
+    waiting.append(gate.queue("first", deadline=now + 10))  # goes before them
+    await asyncio.sleep(0)
+    holder.release()
+    gate.admission.pump()
+    await asyncio.gather(*waiting)
+    assert gate.order[0] == "first"
+
+
+async def test_overload_sheds_the_lowest_class_first_and_its_last_request() -> None:
+    gate = Gate(max_queued=4)
+    holder = await gate.place()
+    batch = [gate.queue(f"b{i}", BATCH) for i in range(3)]
+    first = gate.queue("i0")
+    await asyncio.sleep(0)
+    second = gate.queue("i1")
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="made room for a request of SLA class 'interactive'"):
+        await batch[2]
+    with pytest.raises(Overloaded, match="this router is overloaded"):
+        await gate.place(BATCH)
+    holder.release()
+    gate.admission.pump()
+    await asyncio.gather(first, second, *batch[:2])
+    assert sorted(gate.order) == ["b0", "b1", "i0", "i1"]
 
 
 async def test_full_queue_refuses_at_once_and_says_when_to_return() -> None:

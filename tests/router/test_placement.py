@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from router.placement import Demand, Pair, Placement
-from router.pools import Registry, WorkerLoad
+from typing import Any
+
+import pytest
+
+from router.classifier import Classifier, SlaClass
+from router.decisions import figures
+from router.placement import Demand, Pair, Placement, Wait
+from router.pools import Pool, Registry, WorkerLoad
 from tests.router.workers import join, registry
 from twinpool.errors import WorkerLost
+from twinpool.prefix import PromptDigests
 
 
 def demand(**fields: object) -> Demand:
@@ -13,12 +20,13 @@ def demand(**fields: object) -> Demand:
     return Demand(**(values | fields))  # type: ignore[arg-type]
 
 
-def placement(pools: Registry, **limits: int) -> Placement:
-    return Placement(pools, **({"prefill_slots": 8, "decode_slots": 8} | limits))
+def placement(pools: Registry, **limits: Any) -> Placement:
+    classifier = Classifier([SlaClass(name="a")], "a", 512)
+    return Placement(pools, classifier, **({"prefill_slots": 8, "decode_slots": 8, "policy": "least_loaded"} | limits))
 
 
-def ids(pair: Pair | None) -> tuple[str, str]:
-    assert pair is not None
+def ids(pair: Pair | Wait) -> tuple[str, str]:
+    assert isinstance(pair, Pair)
     assert pair.decode is not None
     return pair.prefill.info.worker_id, pair.decode.info.worker_id
 
@@ -72,12 +80,12 @@ async def test_slots_bound_what_a_worker_gets_and_come_back() -> None:
     join(pools, "d0")
     chooser = placement(pools, decode_slots=2)
     first = chooser.choose(demand())
-    assert chooser.choose(demand()) is not None
-    assert chooser.choose(demand()) is None
-    assert first is not None
+    assert chooser.choose(demand()) is not Wait.FOR_ROOM
+    assert chooser.choose(demand()) is Wait.FOR_ROOM
+    assert isinstance(first, Pair)
     first.release()
     first.release()
-    assert chooser.choose(demand()) is not None
+    assert isinstance(chooser.choose(demand()), Pair)
 
 
 async def test_rows_bound_what_a_decode_worker_gets() -> None:
@@ -86,16 +94,16 @@ async def test_rows_bound_what_a_decode_worker_gets() -> None:
     join(pools, "d0", rows_free=10)
     chooser = placement(pools)
     assert demand(num_tokens=100).rows(16) == 7 + 1
-    assert chooser.choose(demand(num_tokens=100)) is not None
-    assert chooser.choose(demand(num_tokens=100)) is None
-    assert chooser.choose(demand(num_tokens=10)) is not None
+    assert chooser.choose(demand(num_tokens=100)) is not Wait.FOR_ROOM
+    assert chooser.choose(demand(num_tokens=100)) is Wait.FOR_ROOM
+    assert isinstance(chooser.choose(demand(num_tokens=10)), Pair)
 
 
 async def test_idle_worker_is_asked_even_when_the_request_seems_too_large() -> None:
     pools = registry()
     join(pools, "p0")
     join(pools, "d0", rows_free=10)
-    assert placement(pools).choose(demand(num_tokens=1000)) is not None
+    assert isinstance(placement(pools).choose(demand(num_tokens=1000)), Pair)
 
 
 async def test_single_token_answers_claim_no_decode_worker() -> None:
@@ -103,7 +111,7 @@ async def test_single_token_answers_claim_no_decode_worker() -> None:
     join(pools, "p0")
     decode = join(pools, "d0")
     pair = placement(pools).choose(demand(max_new_tokens=1))
-    assert pair is not None
+    assert isinstance(pair, Pair)
     assert pair.decode is None
     assert not decode.claims
 
@@ -122,3 +130,97 @@ async def test_what_is_missing_is_named() -> None:
     pools.failed(prefill, WorkerLost("gone"))
     assert "1 joined, none of them ready" in (chooser.missing() or "")
     await pools.close()
+
+
+def predicting(pools: Registry, **limits: Any) -> Placement:
+    chooser = placement(pools, policy="predict", **limits)
+    for worker in pools:
+        for tokens in (10, 100, 400) * 6:
+            if worker.info.pool is Pool.PREFILL:
+                chooser.predictor.prefilled(worker.info.worker_id, tokens, 0, tokens * speed_of(worker.info.worker_id))
+            else:
+                chooser.predictor.decoded(worker.info.worker_id, 1 + tokens / 50, 20 * speed_of(worker.info.worker_id))
+    return chooser
+
+
+def speed_of(worker_id: str) -> float:
+    """Seconds a token: a worker whose name ends in "slow" takes eight times as long."""
+    return 0.008 if worker_id.endswith("slow") else 0.001
+
+
+async def test_prediction_uses_fast_workers_more_and_slow_ones_when_those_are_busy() -> None:
+    pools = registry()
+    for name in ("p0", "p-slow", "d0", "d-slow"):
+        join(pools, name, rows_free=10000)
+    chooser = predicting(pools, prefill_slots=100, decode_slots=100)
+    chosen = [ids(chooser.choose(demand(num_tokens=300, ttft_s=1.0, tpot_s=0.1))) for _ in range(3)]
+    assert {prefill for prefill, _ in chosen} == {"p0"}
+    assert {decode for _, decode in chosen} == {"d0"}
+    more = [chooser.choose(demand(num_tokens=500, ttft_s=1.0)) for _ in range(30)]
+    assert {pair.prefill.info.worker_id for pair in more if isinstance(pair, Pair)} == {"p0", "p-slow"}
+    assert more[-1] is Wait.FOR_TIME  # who waits goes to the first that has done enough
+
+
+async def test_cached_prefix_is_subtracted_and_draws_the_request() -> None:
+    pools = registry()
+    for name in ("p0", "p1", "d0"):
+        join(pools, name, rows_free=10000)
+    prompt = list(range(1000))
+    there = frozenset(PromptDigests(prompt).of(16)[:60])
+    pools.report(next(w for w in pools if w.info.worker_id == "p1"), WorkerLoad(rows_free=10000, prefixes=there))
+    for policy in ("prefix", "predict"):
+        chooser = placement(pools, policy=policy)
+        pair = chooser.choose(demand(num_tokens=1000, digests=PromptDigests(prompt), ttft_s=1.0))
+        assert isinstance(pair, Pair)
+        chosen = pair.choice.chosen.prefill
+        assert (chosen.worker.info.worker_id, chosen.cached_tokens) == ("p1", 960)
+        assert pair.input_class == "short"  # forty tokens to compute
+        pair.release()
+        salted = chooser.choose(demand(num_tokens=1000, digests=PromptDigests(prompt, "other tenant")))
+        assert isinstance(salted, Pair)
+        assert all(each.prefill.cached_tokens == 0 for each in salted.choice.candidates)
+        assert salted.input_class == "long"
+        salted.release()
+
+
+async def test_round_robin_takes_turns_whatever_the_load() -> None:
+    pools = registry()
+    for name, running in (("p0", 0), ("p1", 0), ("d0", 9), ("d1", 0)):
+        join(pools, name, running=running, rows_free=10000)
+    chooser = placement(pools, policy="round_robin", prefill_slots=100, decode_slots=100)
+    chosen = [ids(chooser.choose(demand(num_tokens=i % 2 * 3000 + 10))) for i in range(8)]
+    assert [prefill for prefill, _ in chosen] == ["p0", "p1"] * 4
+    assert [decode for _, decode in chosen] == ["d0", "d1"] * 4
+
+
+async def test_worker_that_has_just_joined_gets_no_flood() -> None:
+    pools = registry()
+    for name in ("p0", "d0", "d1"):
+        join(pools, name, rows_free=10000)
+    chooser = predicting(pools, prefill_slots=1000, decode_slots=1000, lookahead_s=1000)
+    busy = [chooser.choose(demand()) for _ in range(60)]
+    assert all(isinstance(pair, Pair) for pair in busy)
+    join(pools, "d2", rows_free=10000)
+    later = [ids(chooser.choose(demand()))[1] for _ in range(12)]
+    assert 1 <= later.count("d2") <= 1.5 * 12 / 3 + 1
+
+
+async def test_decision_holds_every_candidate_with_its_figures_and_the_reason() -> None:
+    pools = registry()
+    for name in ("p0", "p1", "d0", "d1"):
+        join(pools, name, rows_free=10000)
+    chooser = predicting(pools)
+    chooser.predictor.transferred("p0", "d0", 100, 100_000, 0.004)
+    pair = chooser.choose(demand(num_tokens=200, ttft_s=1.0, tpot_s=0.1))
+    assert isinstance(pair, Pair)
+    shown = [figures(each) for each in pair.choice.candidates]
+    assert {(each["prefill_worker"], each["decode_worker"]) for each in shown} == {
+        (p, d) for p in ("p0", "p1") for d in ("d0", "d1")
+    }
+    assert (shown[0]["prefill_worker"], shown[0]["decode_worker"]) == ids(pair)
+    for each in shown:
+        assert each["prefill_ms"] == pytest.approx(200, rel=0.05)
+        assert each["tpot_ms"] == pytest.approx(20, rel=0.1)
+        assert each["ttft_ms"] >= each["prefill_ms"]
+        assert each["known"]
+    assert "of 4 candidates" in pair.choice.reason

@@ -118,6 +118,19 @@ class FakeRouter(RouterServicer):
         self.num_pool_calls += 1
         return self.pools
 
+    def Explain(self, request: v1.ExplainRequest, context: grpc.ServicerContext) -> v1.ExplainResponse:
+        pairs = [
+            v1.CandidatePair(
+                prefill_worker="p1", decode_worker="d0", known=True, queue_ms=12.5, tpot_ms=21.0, cost=0.5
+            ),
+            v1.CandidatePair(prefill_worker="p0", decode_worker="d0", queue_ms=99.0, cost=2.0),
+        ]
+        decision = v1.Decision(
+            request_id=request.request_id, attempt=1, policy="predict", sla_class="batch", reason="least latency"
+        )
+        decision.candidates.extend(pairs)
+        return v1.ExplainResponse(decisions=[decision])
+
     def _fail_if_told(self, context: grpc.ServicerContext) -> None:
         if self.fail_with:
             fail(context, self.fail_with.pop(0))

@@ -177,6 +177,16 @@ def test_pools_shows_every_worker(run: Run, router: FakeRouter) -> None:
     assert answer["workers"][0]["rows_free"] == 40
 
 
+def test_explain_shows_every_candidate_and_the_choice(run: Run, router: FakeRouter) -> None:
+    status, out, _ = run("explain", "req-7")
+    assert status == 0
+    for part in ("batch", "policy predict", "chosen", "p1", "p0", "12.5 ms", "99.0 ms", "21.0 ms", "least latency"):
+        assert part in out
+    (decision,) = json.loads(run("explain", "req-7", "--json")[1])
+    assert decision["request_id"] == "req-7"
+    assert [pair["prefill_worker"] for pair in decision["candidates"]] == ["p1", "p0"]
+
+
 def test_pools_watch_goes_on_until_ctrl_c(router: FakeRouter) -> None:
     command = [sys.executable, "-m", "twinpool", "pools", "--watch", "--interval", "0.05", "--router", router.address]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

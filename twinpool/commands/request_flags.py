@@ -22,6 +22,9 @@ _FLAGS: tuple[tuple[str, Any, str], ...] = (
     ("model", str, "a name from `twinpool models` [default: the only one]"),
     ("sla_class", str, "a class of the router's configuration"),
     ("priority", int, "higher goes first within the class [default 0]"),
+    ("ttft_target_ms", float, "milliseconds to the first token [default: the class's]"),
+    ("tpot_target_ms", float, "milliseconds between tokens [default: the class's]"),
+    ("tenant", str, "whose share of the queue it takes"),
     ("deadline_s", float, "seconds until the last token"),
 )
 

@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18twinpool/v1/router.proto\x12\x0btwinpool.v1\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.twinpool.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x9e\x04\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x17\n\nmax_tokens\x18\t \x01(\x05H\x08\x88\x01\x01\x12\x17\n\nmin_tokens\x18\n \x01(\x05H\t\x88\x01\x01\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x15\n\x08logprobs\x18\x0e \x01(\x05H\n\x88\x01\x01\x12\x0e\n\x01n\x18\x0f \x01(\x05H\x0b\x88\x01\x01\x12\x0c\n\x04\x65\x63ho\x18\x10 \x01(\x08\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x04\n\x02_n\"\x80\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x11.twinpool.v1.ChatH\x00\x12*\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x15.twinpool.v1.TokenIdsH\x00\x12\'\n\x08sampling\x18\x06 \x01(\x0b\x32\x15.twinpool.v1.Sampling\x12\x11\n\tsla_class\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\t \x01(\rB\x08\n\x06prompt\"=\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04text\x18\x03 \x01(\x0c\"v\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12$\n\x03top\x18\x03 \x03(\x0b\x32\x17.twinpool.v1.TopLogprob\x12\x0c\n\x04text\x18\x04 \x01(\x0c\x42\n\n\x08_logprob\"\x9c\x01\n\x0b\x43hoiceDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.twinpool.v1.TokenLogprob\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.twinpool.v1.FinishReason\"\x9a\x01\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x18.twinpool.v1.ChoiceDelta\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.twinpool.v1.Usage\x12\'\n\x08timeline\x18\x04 \x01(\x0b\x32\x15.twinpool.v1.Timeline\"\x97\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.twinpool.v1.TokenLogprob\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.twinpool.v1.FinishReason\"\xa7\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12$\n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x13.twinpool.v1.Choice\x12!\n\x05usage\x18\x04 \x01(\x0b\x32\x12.twinpool.v1.Usage\x12\'\n\x08timeline\x18\x05 \x01(\x0b\x32\x15.twinpool.v1.Timeline\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\xd6\x02\n\x08Timeline\x12\x11\n\tqueued_ms\x18\x01 \x01(\x01\x12\x12\n\nreserve_ms\x18\x02 \x01(\x01\x12\x12\n\nprefill_ms\x18\x03 \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x04 \x01(\x01\x12\x18\n\x10transfer_wait_ms\x18\x05 \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x06 \x01(\x01\x12\x0f\n\x07tpot_ms\x18\x07 \x01(\x01\x12\x10\n\x08total_ms\x18\x08 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\t \x01(\x04\x12\x16\n\x0eprefill_worker\x18\n \x01(\t\x12\x15\n\rdecode_worker\x18\x0b \x01(\t\x12\x10\n\x08\x61ttempts\x18\x0c \x01(\r\x12\x11\n\tsla_class\x18\r \x01(\t\x12\x13\n\x0binput_class\x18\x0e \x01(\t\x12\x18\n\x10prefill_queue_ms\x18\x0f \x01(\x01\x12\x11\n\tdecode_ms\x18\x10 \x01(\x01\"w\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.twinpool.v1.ChatH\x00\x12\x19\n\x11no_special_tokens\x18\x04 \x01(\x08\x42\x07\n\x05input\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"R\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1b\n\x13keep_special_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"[\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x14\n\x0c\x61rchitecture\x18\x04 \x01(\t\"<\n\x12ListModelsResponse\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.twinpool.v1.ModelCard\"\x11\n\x0fGetPoolsRequest\"\x90\x02\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1f\n\x04pool\x18\x02 \x01(\x0e\x32\x11.twinpool.v1.Pool\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\'\n\x05state\x18\x04 \x01(\x0e\x32\x18.twinpool.v1.WorkerState\x12\x0f\n\x07running\x18\x05 \x01(\r\x12\x0f\n\x07waiting\x18\x06 \x01(\r\x12\x12\n\nrows_total\x18\x07 \x01(\x04\x12\x11\n\trows_free\x18\x08 \x01(\x04\x12\x14\n\x0ctokens_per_s\x18\t \x01(\x01\x12\r\n\x05\x61ge_s\x18\n \x01(\x01\x12\x13\n\x0b\x66ingerprint\x18\x0b \x01(\t\x12\x0f\n\x07version\x18\x0c \x01(\t\"_\n\x10GetPoolsResponse\x12*\n\x07workers\x18\x01 \x03(\x0b\x32\x19.twinpool.v1.WorkerStatus\x12\x0e\n\x06queued\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*?\n\x04Pool\x12\x14\n\x10POOL_UNSPECIFIED\x10\x00\x12\x10\n\x0cPOOL_PREFILL\x10\x01\x12\x0f\n\x0bPOOL_DECODE\x10\x02*x\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_READY\x10\x01\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x02\x12\x18\n\x14WORKER_STATE_SUSPECT\x10\x03\x32\xcf\x03\n\x06Router\x12G\n\x08Generate\x12\x1c.twinpool.v1.GenerateRequest\x1a\x1d.twinpool.v1.GenerateResponse\x12L\n\x0eGenerateStream\x12\x1c.twinpool.v1.GenerateRequest\x1a\x1a.twinpool.v1.GenerateChunk0\x01\x12G\n\x08Tokenize\x12\x1c.twinpool.v1.TokenizeRequest\x1a\x1d.twinpool.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.twinpool.v1.DetokenizeRequest\x1a\x1f.twinpool.v1.DetokenizeResponse\x12M\n\nListModels\x12\x1e.twinpool.v1.ListModelsRequest\x1a\x1f.twinpool.v1.ListModelsResponse\x12G\n\x08GetPools\x12\x1c.twinpool.v1.GetPoolsRequest\x1a\x1d.twinpool.v1.GetPoolsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18twinpool/v1/router.proto\x12\x0btwinpool.v1\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.twinpool.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x9e\x04\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x17\n\nmax_tokens\x18\t \x01(\x05H\x08\x88\x01\x01\x12\x17\n\nmin_tokens\x18\n \x01(\x05H\t\x88\x01\x01\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x15\n\x08logprobs\x18\x0e \x01(\x05H\n\x88\x01\x01\x12\x0e\n\x01n\x18\x0f \x01(\x05H\x0b\x88\x01\x01\x12\x0c\n\x04\x65\x63ho\x18\x10 \x01(\x08\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x04\n\x02_n\"\xd4\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x11.twinpool.v1.ChatH\x00\x12*\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x15.twinpool.v1.TokenIdsH\x00\x12\'\n\x08sampling\x18\x06 \x01(\x0b\x32\x15.twinpool.v1.Sampling\x12\x11\n\tsla_class\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\t \x01(\r\x12\x16\n\x0ettft_target_ms\x18\n \x01(\x02\x12\x16\n\x0etpot_target_ms\x18\x0b \x01(\x02\x12\x0e\n\x06tenant\x18\x0c \x01(\t\x12\x12\n\ncache_salt\x18\r \x01(\tB\x08\n\x06prompt\"=\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04text\x18\x03 \x01(\x0c\"v\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12$\n\x03top\x18\x03 \x03(\x0b\x32\x17.twinpool.v1.TopLogprob\x12\x0c\n\x04text\x18\x04 \x01(\x0c\x42\n\n\x08_logprob\"\x9c\x01\n\x0b\x43hoiceDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.twinpool.v1.TokenLogprob\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.twinpool.v1.FinishReason\"\x9a\x01\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x18.twinpool.v1.ChoiceDelta\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.twinpool.v1.Usage\x12\'\n\x08timeline\x18\x04 \x01(\x0b\x32\x15.twinpool.v1.Timeline\"\x97\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.twinpool.v1.TokenLogprob\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.twinpool.v1.FinishReason\"\xa7\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12$\n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x13.twinpool.v1.Choice\x12!\n\x05usage\x18\x04 \x01(\x0b\x32\x12.twinpool.v1.Usage\x12\'\n\x08timeline\x18\x05 \x01(\x0b\x32\x15.twinpool.v1.Timeline\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\xd6\x02\n\x08Timeline\x12\x11\n\tqueued_ms\x18\x01 \x01(\x01\x12\x12\n\nreserve_ms\x18\x02 \x01(\x01\x12\x12\n\nprefill_ms\x18\x03 \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x04 \x01(\x01\x12\x18\n\x10transfer_wait_ms\x18\x05 \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x06 \x01(\x01\x12\x0f\n\x07tpot_ms\x18\x07 \x01(\x01\x12\x10\n\x08total_ms\x18\x08 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\t \x01(\x04\x12\x16\n\x0eprefill_worker\x18\n \x01(\t\x12\x15\n\rdecode_worker\x18\x0b \x01(\t\x12\x10\n\x08\x61ttempts\x18\x0c \x01(\r\x12\x11\n\tsla_class\x18\r \x01(\t\x12\x13\n\x0binput_class\x18\x0e \x01(\t\x12\x18\n\x10prefill_queue_ms\x18\x0f \x01(\x01\x12\x11\n\tdecode_ms\x18\x10 \x01(\x01\"w\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.twinpool.v1.ChatH\x00\x12\x19\n\x11no_special_tokens\x18\x04 \x01(\x08\x42\x07\n\x05input\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"R\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1b\n\x13keep_special_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"[\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x14\n\x0c\x61rchitecture\x18\x04 \x01(\t\"<\n\x12ListModelsResponse\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.twinpool.v1.ModelCard\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x91\x02\n\x08\x44\x65\x63ision\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x11\n\tsla_class\x18\x04 \x01(\t\x12\x13\n\x0binput_class\x18\x05 \x01(\t\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x15\n\rprompt_tokens\x18\x07 \x01(\r\x12\x16\n\x0ettft_target_ms\x18\x08 \x01(\x01\x12\x16\n\x0etpot_target_ms\x18\t \x01(\x01\x12\x11\n\tqueued_ms\x18\n \x01(\x01\x12.\n\ncandidates\x18\x0b \x03(\x0b\x32\x1a.twinpool.v1.CandidatePair\x12\x0e\n\x06reason\x18\x0c \x01(\t\"\xe3\x01\n\rCandidatePair\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\r\n\x05known\x18\x04 \x01(\x08\x12\x10\n\x08queue_ms\x18\x05 \x01(\x01\x12\x12\n\nprefill_ms\x18\x06 \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x07 \x01(\x01\x12\x12\n\nreserve_ms\x18\x08 \x01(\x01\x12\x0f\n\x07tpot_ms\x18\t \x01(\x01\x12\x0f\n\x07ttft_ms\x18\n \x01(\x01\x12\x0c\n\x04\x63ost\x18\x0b \x01(\x01\";\n\x0f\x45xplainResponse\x12(\n\tdecisions\x18\x01 \x03(\x0b\x32\x15.twinpool.v1.Decision\"\x11\n\x0fGetPoolsRequest\"\x90\x02\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1f\n\x04pool\x18\x02 \x01(\x0e\x32\x11.twinpool.v1.Pool\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\'\n\x05state\x18\x04 \x01(\x0e\x32\x18.twinpool.v1.WorkerState\x12\x0f\n\x07running\x18\x05 \x01(\r\x12\x0f\n\x07waiting\x18\x06 \x01(\r\x12\x12\n\nrows_total\x18\x07 \x01(\x04\x12\x11\n\trows_free\x18\x08 \x01(\x04\x12\x14\n\x0ctokens_per_s\x18\t \x01(\x01\x12\r\n\x05\x61ge_s\x18\n \x01(\x01\x12\x13\n\x0b\x66ingerprint\x18\x0b \x01(\t\x12\x0f\n\x07version\x18\x0c \x01(\t\"_\n\x10GetPoolsResponse\x12*\n\x07workers\x18\x01 \x03(\x0b\x32\x19.twinpool.v1.WorkerStatus\x12\x0e\n\x06queued\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*?\n\x04Pool\x12\x14\n\x10POOL_UNSPECIFIED\x10\x00\x12\x10\n\x0cPOOL_PREFILL\x10\x01\x12\x0f\n\x0bPOOL_DECODE\x10\x02*x\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_READY\x10\x01\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x02\x12\x18\n\x14WORKER_STATE_SUSPECT\x10\x03\x32\x95\x04\n\x06Router\x12G\n\x08Generate\x12\x1c.twinpool.v1.GenerateRequest\x1a\x1d.twinpool.v1.GenerateResponse\x12L\n\x0eGenerateStream\x12\x1c.twinpool.v1.GenerateRequest\x1a\x1a.twinpool.v1.GenerateChunk0\x01\x12G\n\x08Tokenize\x12\x1c.twinpool.v1.TokenizeRequest\x1a\x1d.twinpool.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.twinpool.v1.DetokenizeRequest\x1a\x1f.twinpool.v1.DetokenizeResponse\x12M\n\nListModels\x12\x1e.twinpool.v1.ListModelsRequest\x1a\x1f.twinpool.v1.ListModelsResponse\x12G\n\x08GetPools\x12\x1c.twinpool.v1.GetPoolsRequest\x1a\x1d.twinpool.v1.GetPoolsResponse\x12\x44\n\x07\x45xplain\x12\x1b.twinpool.v1.ExplainRequest\x1a\x1c.twinpool.v1.ExplainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'twinpool.v1.router_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=3065
-  _globals['_FINISHREASON']._serialized_end=3160
-  _globals['_POOL']._serialized_start=3162
-  _globals['_POOL']._serialized_end=3225
-  _globals['_WORKERSTATE']._serialized_start=3227
-  _globals['_WORKERSTATE']._serialized_end=3347
+  _globals['_FINISHREASON']._serialized_start=3754
+  _globals['_FINISHREASON']._serialized_end=3849
+  _globals['_POOL']._serialized_start=3851
+  _globals['_POOL']._serialized_end=3914
+  _globals['_WORKERSTATE']._serialized_start=3916
+  _globals['_WORKERSTATE']._serialized_end=4036
   _globals['_CHATMESSAGE']._serialized_start=41
   _globals['_CHATMESSAGE']._serialized_end=85
   _globals['_CHAT']._serialized_start=87
@@ -46,43 +46,51 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLING']._serialized_start=165
   _globals['_SAMPLING']._serialized_end=707
   _globals['_GENERATEREQUEST']._serialized_start=710
-  _globals['_GENERATEREQUEST']._serialized_end=966
-  _globals['_TOPLOGPROB']._serialized_start=968
-  _globals['_TOPLOGPROB']._serialized_end=1029
-  _globals['_TOKENLOGPROB']._serialized_start=1031
-  _globals['_TOKENLOGPROB']._serialized_end=1149
-  _globals['_CHOICEDELTA']._serialized_start=1152
-  _globals['_CHOICEDELTA']._serialized_end=1308
-  _globals['_GENERATECHUNK']._serialized_start=1311
-  _globals['_GENERATECHUNK']._serialized_end=1465
-  _globals['_CHOICE']._serialized_start=1468
-  _globals['_CHOICE']._serialized_end=1619
-  _globals['_GENERATERESPONSE']._serialized_start=1622
-  _globals['_GENERATERESPONSE']._serialized_end=1789
-  _globals['_USAGE']._serialized_start=1791
-  _globals['_USAGE']._serialized_end=1871
-  _globals['_TIMELINE']._serialized_start=1874
-  _globals['_TIMELINE']._serialized_end=2216
-  _globals['_TOKENIZEREQUEST']._serialized_start=2218
-  _globals['_TOKENIZEREQUEST']._serialized_end=2337
-  _globals['_TOKENIZERESPONSE']._serialized_start=2339
-  _globals['_TOKENIZERESPONSE']._serialized_end=2376
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2378
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2460
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2462
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2496
-  _globals['_LISTMODELSREQUEST']._serialized_start=2498
-  _globals['_LISTMODELSREQUEST']._serialized_end=2517
-  _globals['_MODELCARD']._serialized_start=2519
-  _globals['_MODELCARD']._serialized_end=2610
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2612
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2672
-  _globals['_GETPOOLSREQUEST']._serialized_start=2674
-  _globals['_GETPOOLSREQUEST']._serialized_end=2691
-  _globals['_WORKERSTATUS']._serialized_start=2694
-  _globals['_WORKERSTATUS']._serialized_end=2966
-  _globals['_GETPOOLSRESPONSE']._serialized_start=2968
-  _globals['_GETPOOLSRESPONSE']._serialized_end=3063
-  _globals['_ROUTER']._serialized_start=3350
-  _globals['_ROUTER']._serialized_end=3813
+  _globals['_GENERATEREQUEST']._serialized_end=1050
+  _globals['_TOPLOGPROB']._serialized_start=1052
+  _globals['_TOPLOGPROB']._serialized_end=1113
+  _globals['_TOKENLOGPROB']._serialized_start=1115
+  _globals['_TOKENLOGPROB']._serialized_end=1233
+  _globals['_CHOICEDELTA']._serialized_start=1236
+  _globals['_CHOICEDELTA']._serialized_end=1392
+  _globals['_GENERATECHUNK']._serialized_start=1395
+  _globals['_GENERATECHUNK']._serialized_end=1549
+  _globals['_CHOICE']._serialized_start=1552
+  _globals['_CHOICE']._serialized_end=1703
+  _globals['_GENERATERESPONSE']._serialized_start=1706
+  _globals['_GENERATERESPONSE']._serialized_end=1873
+  _globals['_USAGE']._serialized_start=1875
+  _globals['_USAGE']._serialized_end=1955
+  _globals['_TIMELINE']._serialized_start=1958
+  _globals['_TIMELINE']._serialized_end=2300
+  _globals['_TOKENIZEREQUEST']._serialized_start=2302
+  _globals['_TOKENIZEREQUEST']._serialized_end=2421
+  _globals['_TOKENIZERESPONSE']._serialized_start=2423
+  _globals['_TOKENIZERESPONSE']._serialized_end=2460
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2462
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2544
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2546
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2580
+  _globals['_LISTMODELSREQUEST']._serialized_start=2582
+  _globals['_LISTMODELSREQUEST']._serialized_end=2601
+  _globals['_MODELCARD']._serialized_start=2603
+  _globals['_MODELCARD']._serialized_end=2694
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2696
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2756
+  _globals['_EXPLAINREQUEST']._serialized_start=2758
+  _globals['_EXPLAINREQUEST']._serialized_end=2794
+  _globals['_DECISION']._serialized_start=2797
+  _globals['_DECISION']._serialized_end=3070
+  _globals['_CANDIDATEPAIR']._serialized_start=3073
+  _globals['_CANDIDATEPAIR']._serialized_end=3300
+  _globals['_EXPLAINRESPONSE']._serialized_start=3302
+  _globals['_EXPLAINRESPONSE']._serialized_end=3361
+  _globals['_GETPOOLSREQUEST']._serialized_start=3363
+  _globals['_GETPOOLSREQUEST']._serialized_end=3380
+  _globals['_WORKERSTATUS']._serialized_start=3383
+  _globals['_WORKERSTATUS']._serialized_end=3655
+  _globals['_GETPOOLSRESPONSE']._serialized_start=3657
+  _globals['_GETPOOLSRESPONSE']._serialized_end=3752
+  _globals['_ROUTER']._serialized_start=4039
+  _globals['_ROUTER']._serialized_end=4572
 # @@protoc_insertion_point(module_scope)

@@ -64,6 +64,11 @@ class RouterStub:
                 request_serializer=twinpool_dot_v1_dot_router__pb2.GetPoolsRequest.SerializeToString,
                 response_deserializer=twinpool_dot_v1_dot_router__pb2.GetPoolsResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/twinpool.v1.Router/Explain',
+                request_serializer=twinpool_dot_v1_dot_router__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_router__pb2.ExplainResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServicer:
@@ -108,6 +113,13 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Why a request of late went to the workers it went to: one decision an attempt. NOT_FOUND when it is not remembered.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -140,6 +152,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.GetPools,
                     request_deserializer=twinpool_dot_v1_dot_router__pb2.GetPoolsRequest.FromString,
                     response_serializer=twinpool_dot_v1_dot_router__pb2.GetPoolsResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=twinpool_dot_v1_dot_router__pb2.ExplainRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_router__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -304,6 +321,33 @@ class Router:
             '/twinpool.v1.Router/GetPools',
             twinpool_dot_v1_dot_router__pb2.GetPoolsRequest.SerializeToString,
             twinpool_dot_v1_dot_router__pb2.GetPoolsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.Router/Explain',
+            twinpool_dot_v1_dot_router__pb2.ExplainRequest.SerializeToString,
+            twinpool_dot_v1_dot_router__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,20 +33,24 @@ class WorkerInfo(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pool: _Optional[_Union[_router_pb2.Pool, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., version: _Optional[str] = ..., block_size: _Optional[int] = ..., max_context: _Optional[int] = ..., rows_total: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("running", "waiting", "rows_free", "tokens_per_s", "waiting_tokens", "draining")
+    __slots__ = ("running", "waiting", "rows_free", "tokens_per_s", "waiting_tokens", "draining", "waiting_long_tokens", "prefix_digests")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     ROWS_FREE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_LONG_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     rows_free: int
     tokens_per_s: float
     waiting_tokens: int
     draining: bool
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., rows_free: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., waiting_tokens: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...
+    waiting_long_tokens: int
+    prefix_digests: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., rows_free: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., waiting_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., waiting_long_tokens: _Optional[int] = ..., prefix_digests: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
     __slots__ = ("info", "load")
@@ -77,7 +81,7 @@ class SampledToken(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[_router_pb2.TopLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_router_pb2.FinishReason, str]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "token_ids", "num_prompt_tokens", "sampling", "input_class", "sla_class", "transfer_target", "first_choice", "priority")
+    __slots__ = ("request_id", "attempt", "token_ids", "num_prompt_tokens", "sampling", "input_class", "sla_class", "transfer_target", "first_choice", "priority", "cache_salt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +92,7 @@ class PrefillRequest(_message.Message):
     TRANSFER_TARGET_FIELD_NUMBER: _ClassVar[int]
     FIRST_CHOICE_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -98,7 +103,8 @@ class PrefillRequest(_message.Message):
     transfer_target: bytes
     first_choice: int
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_router_pb2.Sampling, _Mapping]] = ..., input_class: _Optional[str] = ..., sla_class: _Optional[str] = ..., transfer_target: _Optional[bytes] = ..., first_choice: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_router_pb2.Sampling, _Mapping]] = ..., input_class: _Optional[str] = ..., sla_class: _Optional[str] = ..., transfer_target: _Optional[bytes] = ..., first_choice: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
     __slots__ = ("first_tokens", "transferred")
@@ -109,18 +115,20 @@ class PrefillEvent(_message.Message):
     def __init__(self, first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ..., transferred: _Optional[_Union[Transferred, _Mapping]] = ...) -> None: ...
 
 class FirstTokens(_message.Message):
-    __slots__ = ("tokens", "cached_tokens", "queue_ms", "prefill_ms", "prompt_logprobs")
+    __slots__ = ("tokens", "cached_tokens", "queue_ms", "prefill_ms", "prompt_logprobs", "compute_ms")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedCompositeFieldContainer[SampledToken]
     cached_tokens: int
     queue_ms: float
     prefill_ms: float
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[SampledToken]
-    def __init__(self, tokens: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., prompt_logprobs: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ...) -> None: ...
+    compute_ms: float
+    def __init__(self, tokens: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., prompt_logprobs: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., compute_ms: _Optional[float] = ...) -> None: ...
 
 class Transferred(_message.Message):
     __slots__ = ("bytes", "rows", "transfer_ms", "transfer_wait_ms")
@@ -143,7 +151,7 @@ class DecodeCommand(_message.Message):
     def __init__(self, submit: _Optional[_Union[DecodeSubmit, _Mapping]] = ..., cancel: _Optional[_Union[DecodeCancel, _Mapping]] = ...) -> None: ...
 
 class DecodeSubmit(_message.Message):
-    __slots__ = ("request_id", "attempt", "token_ids", "num_prompt_tokens", "sampling", "first_choice", "timeout_ms", "tpot_target_ms", "sla_class", "priority")
+    __slots__ = ("request_id", "attempt", "token_ids", "num_prompt_tokens", "sampling", "first_choice", "timeout_ms", "tpot_target_ms", "sla_class", "priority", "max_batch")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -154,6 +162,7 @@ class DecodeSubmit(_message.Message):
     TPOT_TARGET_MS_FIELD_NUMBER: _ClassVar[int]
     SLA_CLASS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -164,7 +173,8 @@ class DecodeSubmit(_message.Message):
     tpot_target_ms: float
     sla_class: str
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_router_pb2.Sampling, _Mapping]] = ..., first_choice: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., tpot_target_ms: _Optional[float] = ..., sla_class: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
+    max_batch: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_router_pb2.Sampling, _Mapping]] = ..., first_choice: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., tpot_target_ms: _Optional[float] = ..., sla_class: _Optional[str] = ..., priority: _Optional[int] = ..., max_batch: _Optional[int] = ...) -> None: ...
 
 class DecodeCancel(_message.Message):
     __slots__ = ("request_id", "attempt", "choice")
