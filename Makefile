@@ -50,6 +50,7 @@ compose:
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install it (Debian, Ubuntu: apt-get install python3.11 python3.11-venv) or say PYTHON=... (3.11 or newer)" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11: say PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) cannot make virtual environments (Debian, Ubuntu: apt-get install python3.11-venv)" >&2; exit 1; }
+	@for library in libibverbs libnuma; do /sbin/ldconfig -p 2>/dev/null | grep $$library.so.1 >/dev/null || echo "no $$library: the tests of Mooncake are left out (Debian, Ubuntu: apt-get install libibverbs1 libnuma1)" >&2; done
 	@command -v g++ >/dev/null || echo "no g++: the CPU kernels are not built and the slow reference is used (Debian, Ubuntu: apt-get install g++)" >&2
 	@echo "making .venv with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv .venv

@@ -8,6 +8,7 @@ Refused and ends that push only; whatever is no frame closes the link and ends w
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import threading
 import time
@@ -88,18 +89,27 @@ class KvReceiver:
             log.warning("KV transfers on %s are open to everybody who can connect: set a cluster key", self._address[0])
         try:
             for name, transport in self._transports.items():
-                self._listen(name, transport)
+                self._listen(name, transport, self._address_of(name))
         except ConfigError:
             self._close_listeners()
+            for transport in self._transports.values():
+                transport.close()
             raise
         self.endpoints = tuple(listener.endpoint for listener in self._listeners)
         log.info("KV rows are received at %s", ", ".join(self.endpoints))
         self._table.start()
 
-    def _listen(self, name: str, transport: Transport) -> None:
-        transport.register(self._regions, self._memory)
+    def _address_of(self, name: str) -> tuple[str, int, str | None]:
+        """The last transport gets the port; those that `auto` offers besides take free ones."""
+        host, port, advertise = self._address
+        if name == next(reversed(self._transports)):
+            return host, port, advertise
+        return host, 0, advertise and re.sub(r"(?<![:\[]):\d+$", "", advertise)
+
+    def _listen(self, name: str, transport: Transport, address: tuple[str, int, str | None]) -> None:
         try:
-            self._listeners.append(transport.listen(*self._address, self._accept))
+            transport.register(self._regions, self._memory)
+            self._listeners.append(transport.listen(*address, self._accept))
         except ConfigError as exc:
             if not self._is_auto or name == transports.PREFERENCE[-1]:
                 raise
@@ -124,6 +134,8 @@ class KvReceiver:
         for thread in links.values():
             thread.join(timeout=max(0.0, deadline - time.monotonic()))
         self._table.close()
+        for transport in self._transports.values():
+            transport.close()
 
     def reserve(
         self,

@@ -83,6 +83,8 @@ class KvSender:
         end = time.monotonic() + CLOSE_TIMEOUT_S + CONNECT_TIMEOUT_S
         for link in links:
             link.join(max(0.0, end - time.monotonic()))
+        for transport in self._transports.values():
+            transport.close()
 
     def _usable(self, target: Target) -> tuple[str, ...]:
         endpoints = tuple(each for each in target.endpoints if _scheme(each) in self._transports)

@@ -13,7 +13,7 @@ import dataclasses
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import msgpack
 
@@ -28,6 +28,8 @@ MAX_ROWS_PER_PUT = 512
 MAX_ROWS_PER_GRANT = 8192
 MAX_REQUEST_ID_CHARS = 128
 MAX_REASON_CHARS = 1000
+MAX_ENGINE_NAME_CHARS = 256
+MAX_METADATA_BYTES = 32 << 10
 NONCE_BYTES = TOKEN_BYTES = INCARNATION_BYTES = 16
 PROOF_BYTES = 32
 CHECKSUM_BYTES = 8
@@ -136,6 +138,24 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """Receiver to sender, after Welcome on a link whose payload a library writes: where it writes to."""
+
+    KIND: ClassVar[int] = 21
+    name: str = _text(MAX_ENGINE_NAME_CHARS)  # of the receiver's library instance
+    metadata: bytes = _field(lambda value: type(value) is bytes and len(value) <= MAX_METADATA_BYTES)
+    addresses: bytes = _packed(8, MAX_REGIONS)  # u64 each: of every region, in the receiver
+    num_rows: bytes = _packed(4, MAX_REGIONS)  # u32 each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """Sender to receiver, last frame of a link whose payload a library writes: no write is on its way."""
+
+    KIND: ClassVar[int] = 22
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
     """Sender to receiver, first frame of a push on a one-sided link: asks where its rows go."""
 
@@ -224,6 +244,7 @@ Message = (
     | Welcome
     | Memory
     | Group
+    | Engine
     | Claim
     | Granted
     | Put
@@ -231,26 +252,10 @@ Message = (
     | Abort
     | Committed
     | Refused
+    | Leaving
 )
 
-_KINDS: dict[int, type[Message]] = {
-    kind.KIND: kind
-    for kind in (
-        Hello,
-        Challenge,
-        Identity,
-        Welcome,
-        Memory,
-        Group,
-        Claim,
-        Granted,
-        Put,
-        Commit,
-        Abort,
-        Committed,
-        Refused,
-    )
-}
+_KINDS: dict[int, type[Message]] = {kind.KIND: kind for kind in get_args(Message)}
 _CHECKS = {
     kind: [(field.name, field.metadata["check"]) for field in dataclasses.fields(kind)] for kind in _KINDS.values()
 }

@@ -136,8 +136,21 @@ class WorkerConfig(ProcessConfig):
     kv_dtype: str = option("int8", help="what the cache stores and ships", choices=("int8", "bf16", "fp32"))
     kv_transport: str = option(
         "auto",
-        help="how KV blocks travel; auto: shm on one host, else tcp",
-        choices=("auto", "shm", "tcp", "collective"),
+        help="how KV blocks travel; auto: shm on one host, else RDMA or Ascend by mooncake or nixl, else tcp",
+        choices=(
+            "auto",
+            "shm",
+            "tcp",
+            "mooncake",
+            "mooncake+rdma",
+            "mooncake+ascend",
+            "mooncake+tcp",
+            "nixl",
+            "nixl+rdma",
+            "nixl+shm",
+            "nixl+tcp",
+            "collective",
+        ),
     )
     kv_collective_backend: str = option(
         "gloo", help="of torch.distributed, for --kv-transport collective", choices=("gloo", "nccl", "hccl")

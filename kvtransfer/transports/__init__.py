@@ -6,6 +6,8 @@ receiver's memory:
 - in band (tcp): behind its header; the receiver asks where it belongs and `fill`s those rows itself;
 - one-sided (shared memory, RDMA): the sender `write`s it before the message leaves, to rows it was granted.
 
+A transport is called by its library and, where that has several, what it drives: "mooncake+rdma".
+
 `caps.fences_on_close` states the difference that matters most: after `close` of a fencing link no byte can land any
 more. Without it, destination rows must stay in quarantine until `fenced` says that the sender is gone.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from kvtransfer.memory import SharedMemory
@@ -27,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 AUTO = "auto"
-PREFERENCE = ("shm", "tcp")  # what `auto` offers and tries, in this order
+PREFERENCE = ("shm", "mooncake", "nixl", "tcp")  # what `auto` offers and tries, in this order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,10 +151,18 @@ class Transport(Protocol):
     def connect(self, endpoint: str, *, deadline: float) -> Link:
         """A link to a listener, or PeerLost."""
 
+    def close(self) -> None:
+        """Gives up what `register` took, when its links have been closed. Idempotent."""
+
 
 def create(name: str, options: Options = NO_OPTIONS) -> Transport:
-    """The transport called `name`. Raises ConfigError for one that does not exist or is not really active here."""
+    """The transport called `name`. Raises ConfigError for one that does not exist or is not really active here.
+
+    A name without a fabric ("mooncake") is one with what this host has ("mooncake+rdma"): see `actual`.
+    """
     from kvtransfer.transports.collective import CollectiveTransport
+    from kvtransfer.transports.mooncake import FABRICS, MooncakeTransport
+    from kvtransfer.transports.nixl import UCX_TLS, NixlTransport
     from kvtransfer.transports.shm import ShmTransport
     from kvtransfer.transports.tcp import TcpTransport
 
@@ -161,23 +172,32 @@ def create(name: str, options: Options = NO_OPTIONS) -> Transport:
         "collective": lambda: CollectiveTransport(
             options.collective_backend, options.certificates, options.collective_plaintext
         ),
+        "mooncake": MooncakeTransport,
+        "nixl": NixlTransport,
+        **{f"mooncake+{fabric}": partial(MooncakeTransport, fabric) for fabric in FABRICS},
+        **{f"nixl+{fabric}": partial(NixlTransport, fabric) for fabric in UCX_TLS},
     }
+    if options.certificates is not None and name.partition("+")[0] in ("mooncake", "nixl"):
+        raise ConfigError(f"KV transport {name!r} encrypts nothing: with certificates choose tcp", field="kv_transport")
     if name not in known:
         raise ConfigError(f"no KV transport is called {name!r}: choose one of {', '.join(sorted(known))}")
     transport = known[name]()
-    if transport.actual() != name:
+    if name not in (transport.actual(), transport.actual().partition("+")[0]):
         raise ConfigError(f"KV transport {name!r} is configured but {transport.actual()!r} is what would be used")
     return transport
 
 
 def choose(name: str, options: Options = NO_OPTIONS) -> dict[str, Transport]:
-    """The transports that `name` stands for, best first: for "auto" all that are active here, else the one."""
+    """The transports that `name` stands for by their actual names, best first: for "auto" all that are active here."""
     if name != AUTO:
-        return {name: create(name, options)}
+        transport = create(name, options)
+        return {transport.actual(): transport}
     made: dict[str, Transport] = {}
     for each in PREFERENCE:
         try:
-            made[each] = create(each, options)
+            transport = create(each, options)
         except ConfigError as exc:
             log.info("%s", exc)
+        else:
+            made[transport.actual()] = transport
     return made

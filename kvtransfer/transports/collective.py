@@ -86,6 +86,9 @@ class CollectiveTransport:
         control = self._control.connect(f"tcp://{address}", deadline=deadline)
         return SendingLink(control, self._backend, self._regions, parse_endpoint(f"tcp://{address}")[0])
 
+    def close(self) -> None:
+        """Holds nothing: groups belong to links."""
+
 
 class CollectiveListener:
     """A TCP listener under the name of this transport."""

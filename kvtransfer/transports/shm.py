@@ -83,6 +83,9 @@ class ShmTransport:
             raise PeerLost(f"cannot reach {endpoint}, which needs the same network namespace: {exc}") from exc
         return ShmSenderLink(sock, endpoint, self._regions)
 
+    def close(self) -> None:
+        """The memory is its owner's."""
+
 
 def _listen(memory: SharedMemory, layout: wire.Memory, on_link: Callable[[Link], None]) -> StreamListener:
     name = secrets.token_hex(16)

@@ -11,8 +11,6 @@ import re
 import socket
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
 
 from kvtransfer.memory import SharedMemory
 from kvtransfer.region import Region
@@ -43,38 +41,58 @@ class TcpTransport:
 
     def listen(self, host: str, port: int, advertise: str | None, on_link: Callable[[Link], None]) -> StreamListener:
         """advertise: host, or host:port, that senders reach this listener at; default: where it is bound."""
-        return _listen(host, port, advertise, partial(_accepted, self._certificates), on_link)
+        return listen(SCHEME, (host, port, advertise), self._accepted, on_link)
 
     def connect(self, endpoint: str, *, deadline: float) -> TcpLink:
-        host, port = parse_endpoint(endpoint)
-        try:
-            sock = socket.create_connection((host, port), timeout=max(0.001, deadline - time.monotonic()))
-        except OSError as exc:
-            raise PeerLost(f"cannot connect to {endpoint}: {exc}") from exc
+        sock = dial(endpoint, SCHEME, deadline)
         return _link(sock, endpoint, self._certificates, server_side=False)
 
+    def close(self) -> None:
+        """Holds nothing."""
 
-def _listen(
-    host: str,
-    port: int,
-    advertise: str | None,
-    make_link: Callable[[socket.socket, Any], Link | None],
+    def _accepted(self, sock: socket.socket, peer: str) -> TcpLink:
+        return _link(sock, peer, self._certificates, server_side=True)
+
+
+def dial(endpoint: str, scheme: str, deadline: float) -> socket.socket:
+    """A connection to `endpoint`, or PeerLost."""
+    address = parse_endpoint(endpoint, scheme)
+    try:
+        return socket.create_connection(address, timeout=max(0.001, deadline - time.monotonic()))
+    except OSError as exc:
+        raise PeerLost(f"cannot connect to {endpoint}: {exc}") from exc
+
+
+def listen(
+    scheme: str,
+    address: tuple[str, int, str | None],
+    make_link: Callable[[socket.socket, str], Link],
     on_link: Callable[[Link], None],
 ) -> StreamListener:
+    """address: host, port, and the host, or host:port, that senders reach it at (default: where it is bound).
+
+    make_link(socket, host of the sender).
+    """
+    host, port, advertise = address
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         sock = socket.create_server((host, port), family=family, backlog=128)
     except (OSError, OverflowError) as exc:
         raise ConfigError(f"cannot listen for KV transfers on {host}:{port}: {exc}; choose another port") from exc
-    name = advertise or (socket.gethostname() if host in _WILDCARDS else host)
-    return StreamListener(sock, _format_endpoint(name, sock.getsockname()[1]), make_link, on_link)
+    endpoint = _format_endpoint(scheme, advertise or reachable_name(host), sock.getsockname()[1])
+
+    def accepted(sock: socket.socket, address: tuple[str, int]) -> Link | None:
+        try:
+            return make_link(sock, address[0])
+        except OSError:  # gone already
+            return None
+
+    return StreamListener(sock, endpoint, accepted, on_link)
 
 
-def _accepted(certificates: Certificates | None, sock: socket.socket, address: tuple[str, int]) -> TcpLink | None:
-    try:
-        return _link(sock, address[0], certificates, server_side=True)
-    except OSError:  # gone already
-        return None
+def reachable_name(host: str) -> str:
+    """How others reach what listens on `host`."""
+    return socket.gethostname() if host in _WILDCARDS else host
 
 
 def _link(sock: socket.socket, peer: str, certificates: Certificates | None, *, server_side: bool) -> TcpLink:
@@ -103,17 +121,17 @@ class TcpLink(StreamLink):
         return host
 
 
-def parse_endpoint(endpoint: str) -> tuple[str, int]:
+def parse_endpoint(endpoint: str, scheme: str = SCHEME) -> tuple[str, int]:
     """("10.0.0.1", 7073) of "tcp://10.0.0.1:7073"; PeerLost when it is no such thing."""
-    scheme, _, address = endpoint.partition("://")
+    found, _, address = endpoint.partition("://")
     host, _, port = address.rpartition(":")
-    if scheme != SCHEME or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise PeerLost(f"{endpoint!r} is not a tcp endpoint (tcp://host:port)")
+    if found != scheme or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise PeerLost(f"{endpoint!r} is not a {scheme} endpoint ({scheme}://host:port)")
     return host.strip("[]"), int(port)
 
 
-def _format_endpoint(name: str, port: int) -> str:
+def _format_endpoint(scheme: str, name: str, port: int) -> str:
     if re.fullmatch(r"(\[.+\]|[^:]+):\d+", name):
-        return f"{SCHEME}://{name}"
+        return f"{scheme}://{name}"
     host = f"[{name}]" if ":" in name and not name.startswith("[") else name
-    return f"{SCHEME}://{host}:{port}"
+    return f"{scheme}://{host}:{port}"

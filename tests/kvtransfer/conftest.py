@@ -4,35 +4,56 @@ import contextlib
 import functools
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
-from kvtransfer import Reservation
+from kvtransfer import Reservation, transports
 from kvtransfer.target import Target
 from kvtransfer.transports.tcp import parse_endpoint
 from tests.kvtransfer.peers import FakeReceiver, Pair, RawSender, eventually
+from twinpool.errors import ConfigError
 
 settings.register_profile("no timing", deadline=None)
 settings.load_profile("no timing")
 
 
-TRANSPORTS = ("tcp", "tls", "shm", "collective")  # tls: tcp with certificates
+OWN = ("tcp", "tls", "shm", "collective")  # tls: tcp with certificates
+LIBRARIES = ("mooncake+tcp", "nixl+tcp")
+ABOUT_LIBRARIES = {"test_transports", "test_transfer", "test_fencing", "test_processes"}  # a pair of them costs 2 s
 IN_BAND = {"raw", "fake", "frozen", "port"}  # fixtures that speak of bytes on a TCP socket
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every transport is held to the same tests."""
     if "transport" in metafunc.fixturenames:
-        metafunc.parametrize("transport", TRANSPORTS[: 1 if IN_BAND & set(metafunc.fixturenames) else None])
+        known: tuple[str, ...] = OWN if IN_BAND.isdisjoint(metafunc.fixturenames) else OWN[:1]
+        if known == OWN and metafunc.module.__name__.rpartition(".")[2] in ABOUT_LIBRARIES:
+            known = TRANSPORTS
+        metafunc.parametrize("transport", known)
+
+
+def _installed() -> Iterator[str]:
+    """Transports whose library can be loaded here."""
+    for name in LIBRARIES:
+        try:
+            transports.create(name)
+        except ConfigError as exc:
+            print(f"tests of KV transport {name} are left out: {exc.message}", file=sys.stderr)
+        else:
+            yield name
+
+
+TRANSPORTS = (*OWN, *_installed())
 
 
 @functools.cache
-def first_group_of_this_process() -> None:
-    """torch opens a pipe and a thread with it, for good."""
-    pair = Pair("collective")
+def used_before(transport: str) -> None:
+    """What a library keeps for good after its first use in a process (pipes, threads) is no leak of a test's."""
+    pair = Pair(transport)
     pair.assert_serves()
     pair.close()
 
@@ -49,8 +70,9 @@ def num_descriptors() -> int:
 @pytest.fixture(autouse=True)
 def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """No test leaves a transfer thread or a file descriptor behind."""
-    if "collective" in request.node.name:
-        first_group_of_this_process()
+    for transport in ("collective", *LIBRARIES):
+        if transport in request.node.name:
+            used_before(transport)
     descriptors = num_descriptors()
     yield
     eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith("kv-")], "end of the kv threads")

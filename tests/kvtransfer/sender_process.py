@@ -1,6 +1,6 @@
 """A prefill worker's transfer end as a process of its own: pushes one layer to the target it is given, then hangs.
 
-With a number behind the target it begins a second layer and kills itself when more rows than that have left.
+With a number behind target and transport it begins a second layer and kills itself when more rows than that have left.
 """
 
 from __future__ import annotations

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from kvtransfer import KvSender, SharedMemory, cache_memory, transports
-from kvtransfer.transports import shm
+from kvtransfer.transports import mooncake, nixl, shm
 from tests.kvtransfer.peers import FINGERPRINT, KEY, Pair, eventually, make_regions
 from twinpool.errors import ConfigError, PeerLost
 
 
 @pytest.fixture
-def pair(caplog: pytest.LogCaptureFixture) -> Iterator[Pair]:
+def pair(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pair]:
     caplog.set_level(logging.INFO, "kvtransfer")
+    monkeypatch.setattr(mooncake, "_RDMA_DEVICES", tmp_path)  # whatever this host has
+    monkeypatch.setattr(mooncake, "_ASCEND_DEVICES", tmp_path)
+    monkeypatch.setattr(nixl, "_RDMA_DEVICES", tmp_path)
     pair = Pair("auto")
     yield pair
     pair.close()
@@ -30,7 +34,11 @@ def one_sided(pair: Pair) -> list[bool]:
 
 
 def test_shared_memory_comes_first_and_the_log_says_so(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
-    assert schemes(pair) == ["shm", "tcp"] == list(transports.PREFERENCE)
+    assert transports.PREFERENCE == ("shm", "mooncake", "nixl", "tcp")
+    assert schemes(pair) == ["shm", "tcp"]
+    at_start = " ".join(record.getMessage() for record in caplog.get_records("setup"))
+    assert "'mooncake' found no RDMA device" in at_start
+    assert "'nixl' found no RDMA device" in at_start
     pair.assert_serves()
     assert one_sided(pair) == [True]
     assert f"KV rows for {pair.receiver.endpoints[1]} go over shm" in caplog.text

@@ -31,6 +31,7 @@ class Joined:
     """Both ends of one link."""
 
     def __init__(self, transport: Transport) -> None:
+        self.transport = transport
         self.memory = SharedMemory()
         self.regions = share_regions(1, self.memory)
         transport.register(self.regions, self.memory)
@@ -52,6 +53,7 @@ class Joined:
         self.sender.close()
         self.receiver.close()
         self.listener.close()
+        self.transport.close()
         self.memory.close()
 
 

@@ -51,6 +51,14 @@ messages = st.one_of(
     st.builds(wire.Commit, **owners, counts=st.lists(u32, max_size=20).map(wire.pack_u32), digest=blobs[16]),
     st.builds(wire.Abort, **owners, reason=st.text(max_size=100)),
     st.builds(wire.Committed, push=u64),
+    st.builds(
+        wire.Engine,
+        name=st.text(max_size=wire.MAX_ENGINE_NAME_CHARS),
+        metadata=st.binary(max_size=100),
+        addresses=st.lists(u64, max_size=9).map(wire.pack_u64),
+        num_rows=st.lists(u32, max_size=9).map(wire.pack_u32),
+    ),
+    st.builds(wire.Leaving),
     st.builds(wire.Refused, push=u64, error=st.text(max_size=64), reason=st.text(max_size=100)),
 )
 
