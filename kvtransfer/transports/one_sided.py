@@ -293,9 +293,11 @@ class EngineSenderLink(_ControlledLink):
                 pause_s = min(1.5 * pause_s, _LAST_PAUSE_S)
 
     def _segments(self, region: int, rows: Sequence[int], sources: Sequence[memoryview]) -> list[Segment]:
+        if region >= len(self._num_rows):
+            raise wire.Malformed(f"rows of region {region}; there are {len(self._num_rows)}")
         size, segments = self._row_bytes[region], list[Segment]()
         for row, source in zip(rows, sources, strict=True):
-            if region >= len(self._num_rows) or not 0 <= row < self._num_rows[region] or source.nbytes != size:
+            if not 0 <= row < self._num_rows[region] or source.nbytes != size:
                 raise wire.Malformed(f"row {row} of region {region} with {source.nbytes} bytes")
             here, there = address_of(source), self._addresses[region] + row * size
             last = segments[-1] if segments else None

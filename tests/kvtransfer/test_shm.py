@@ -38,9 +38,12 @@ def pair() -> Iterator[Pair]:
 class Writer:
     """A prefill worker in a process of its own, which does one layer of each push and waits."""
 
-    def __init__(self) -> None:
+    def __init__(self, transport: str = "shm") -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.kvtransfer.shm_writer_process"], cwd=ROOT, stdin=subprocess.PIPE, text=True
+            [sys.executable, "-m", "tests.kvtransfer.writer_process", transport],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            text=True,
         )
 
     def say(self, line: str) -> None:

@@ -11,8 +11,8 @@ from kvtransfer import KvSender, Push
 from tests.kvtransfer.peers import FINGERPRINT, KEY, make_regions
 
 
-def main() -> None:
-    sender = KvSender(make_regions(1), fingerprint=FINGERPRINT, cluster_key=KEY, transport="shm")
+def main(transport: str) -> None:
+    sender = KvSender(make_regions(1), fingerprint=FINGERPRINT, cluster_key=KEY, transport=transport)
     pushes: dict[str, Push] = {}
     for line in sys.stdin:
         first, second = line.split()
@@ -24,4 +24,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])
