@@ -191,6 +191,8 @@ class MooncakeWrites:
 
 
 def _find_fabric() -> str:
+    if _ascend_devices() and _is_installed(_PACKAGES["ascend"]):
+        return "ascend"  # such hosts may have network cards with RDMA besides
     if _rdma_devices():
         return "rdma"
     if _ascend_devices():
