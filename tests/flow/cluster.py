@@ -98,11 +98,21 @@ class Cluster:
     folder: Path
     model: Path
     processes: dict[str, Process] = field(default_factory=dict)
+    prefixes: dict[str, list[str]] = field(default_factory=dict)  # of a process' command: what runs it elsewhere
 
     def _start(self, name: str, module: str, options: dict[str, str], env: dict[str, str]) -> Process:
         ready, log = self.folder / f"{name}.ready", self.folder / f"{name}.log"
         ready.unlink(missing_ok=True)
-        argv = [sys.executable, "-m", module, "--ready-file", str(ready), "--metrics-port", "0"]
+        argv = [
+            *self.prefixes.get(name, []),
+            sys.executable,
+            "-m",
+            module,
+            "--ready-file",
+            str(ready),
+            "--metrics-port",
+            "0",
+        ]
         for key, value in {"port": "0", **options}.items():
             argv += [f"--{key.replace('_', '-')}", value]
         with log.open("ab") as out:
