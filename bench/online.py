@@ -2,6 +2,7 @@
 
     python -m bench.online --address 127.0.0.1:7070 --rate 2 --requests 200 --mix 70:30
     python -m bench.online --local --rate 0.5 --requests 20    # its own deployment: one prefill, one decode worker
+    python -m bench.online --policy compare --rate 9 --requests 270    # placement policies, on fake workers
 
 1. Make a distinct prompt of real text for each request (workload.py).
 2. Send each at its own time, drawn from a Poisson process, whether earlier ones have ended or not.
@@ -24,6 +25,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from bench import machine, workload
+from bench.compare import compare
 from bench.report import Outcome, Target, summarize, table
 from bench.workload import Arrival, Shape
 from router.config import RouterConfig
@@ -124,6 +126,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--address", metavar="HOST:PORT", help="a running router")
     where.add_argument("--local", action="store_true", help="start one router, one prefill and one decode worker here")
+    where.add_argument(
+        "--policy", choices=("compare",), help="all placement policies on 2 + 2 fake workers of real timing"
+    )
+    parser.add_argument(
+        "--speeds",
+        type=parse_speeds,
+        default=(1.0, 0.5),
+        help="with --policy: of the workers of a pool (default 1,0.5)",
+    )
     parser.add_argument("--model", default="", help="with --local: a directory or known name (default: the demo's)")
     parser.add_argument("--rate", type=float, default=1.0, help="requests a second, mean (default 1)")
     parser.add_argument("--requests", type=int, default=50, help="how many (default 50)")
@@ -154,9 +165,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def parse_speeds(text: str) -> tuple[float, ...]:
+    """`"1,0.5"` -> how fast the workers of each pool are, one after the other. Raises ValueError."""
+    speeds = tuple(float(part) for part in text.split(","))
+    if not speeds or min(speeds) <= 0:
+        raise ValueError(f"speeds {text!r}: write numbers over 0, as 1,0.5")
+    return speeds
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     try:
+        if args.policy:
+            return compare(args)
         return run_local(args) if args.local else measure(args, args.address)
     except errors.TwinpoolError as error:
         print(f"bench.online: {error.message}", file=sys.stderr)

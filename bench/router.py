@@ -1,0 +1,175 @@
+"""What the router itself costs: CPU a streamed token, and the time it adds, with fake workers behind it.
+
+    python -m bench.router                      # 64 concurrent streams, then half of that rate, then 10,000 queued
+    requests
+
+The router is a process of its own; fake workers (bench/fake_workers.py) and clients are others.
+
+1. `--streams` answers at once, for `--seconds`, as fast as they go: output tokens by CPU seconds of the router's
+   process.
+2. At half that rate: each token's arrival at the client less its sending by the worker, which stamps it (one clock:
+   CLOCK_MONOTONIC).
+3. No worker has room: memory of the router before and after `--queued` requests of `--queued-tokens` tokens wait in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import machine
+from bench.fake_workers import FakeDecode, FakePrefill, Speed, tokenizer_folder
+from twinpool import errors
+from twinpool.client import AsyncClient
+
+_TOKENS = 200  # of an answer
+
+
+async def _workers(router: str, prefill: int, decode: int) -> None:
+    """The other process: fake workers that stamp their tokens, until killed."""
+    quick = Speed(step_s=0.0, tokens_per_s=1e7, base_s=0.02, each_s=0.0)
+    for i in range(prefill):
+        await FakePrefill(f"prefill-{i}", quick).start([router])
+    for i in range(decode):
+        await FakeDecode(f"decode-{i}", quick, stamped=True).start([router])
+    await asyncio.Event().wait()
+
+
+class _Router:
+    """The router's process, and what it uses."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        ready = folder / f"{name}.ready"
+        command = [sys.executable, "-m", "router", "--tokenizer", str(folder / "fake"), "--port", "0"]
+        command += ["--metrics-port", "-1", "--ready-file", str(ready), "--log-level", "warning"]
+        command += ["--sla-classes", "all:queue=1000000", "--default-sla-class", "all", "--max-queued", "1000000"]
+        command += ["--heartbeat-ms", "500", "--lease-ms", "20000", "--pool-wait", "3600", "--decode-slots", "1024"]
+        self.process = subprocess.Popen(command)
+        end = time.monotonic() + 60
+        while not ready.exists():
+            if self.process.poll() is not None or time.monotonic() > end:
+                raise errors.ConfigError("the router did not start; its error is above")
+            time.sleep(0.05)
+        self.address = str(json.loads(ready.read_text())["address"])
+
+    @property
+    def cpu_s(self) -> float:
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+async def _stream(client: AsyncClient, until: float, pause_s: float, delays: list[float] | None) -> int:
+    """Answers, one after the other, until the time is up; how many tokens came. A probe notes each token's delay."""
+    count = 0
+    options: dict[str, Any] = {} if delays is None else {"logprobs": 0}
+    while time.monotonic() < until:
+        async with client.stream([65] * 16, max_tokens=_TOKENS, ignore_eos=True, **options) as stream:
+            async for chunk in stream:
+                now = time.monotonic()
+                count += len(chunk.token_ids)
+                if delays is not None:
+                    delays += [(now - each.logprob) % 1000 for each in chunk.logprobs if each.logprob]
+        await asyncio.sleep(pause_s)
+    return count
+
+
+async def _load(router: _Router, streams: int, seconds: float, delays: list[float] | None) -> tuple[float, float]:
+    """Tokens a second, and tokens a CPU second of the router, of `streams` streams; with a probe among them."""
+    async with AsyncClient(router.address, timeout_s=120) as client:
+        await client.generate([65] * 16, max_tokens=4, ignore_eos=True)
+        begin, cpu_s = time.monotonic(), router.cpu_s
+        work = [_stream(client, begin + seconds, 0, delays if i == 0 else None) for i in range(streams)]
+        tokens = sum(await asyncio.gather(*work))
+        return tokens / (time.monotonic() - begin), tokens / (router.cpu_s - cpu_s)
+
+
+async def _queue(router: _Router, requests: int, tokens: int) -> float:
+    """Bytes of the router's memory for each of `requests` that wait in it."""
+    async with AsyncClient(router.address, timeout_s=300, retries=0) as client:
+        before = router.memory_bytes
+        prompt = [200 + i % 50 for i in range(tokens)]
+        waiting = [asyncio.ensure_future(client.generate(prompt, max_tokens=4)) for _ in range(requests)]
+        async with asyncio.timeout(200):
+            while (await client.pools()).queued < requests:  # noqa: ASYNC110
+                await asyncio.sleep(0.2)
+        used = router.memory_bytes - before
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        return used / requests
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    delays: list[float] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tokenizer_folder(folder)
+        router = _Router(folder, "router")
+        workers = subprocess.Popen([sys.executable, "-m", "bench.router", "--workers-of", router.address])
+        try:
+            rate, tokens_per_cpu_s = asyncio.run(_load(router, args.streams, args.seconds, None))
+            half = asyncio.run(_load(router, max(1, args.streams // 2), args.seconds, delays))[0]
+        finally:
+            workers.kill()
+            workers.wait()
+            router.close()
+        idle = _Router(folder, "idle")
+        try:
+            queued_bytes = asyncio.run(_queue(idle, args.queued, args.queued_tokens))
+        finally:
+            idle.close()
+    p50, p99 = (1000 * float(np.percentile(delays, q)) for q in (50, 99))
+    return {
+        "streams": args.streams,
+        "tokens_per_s": round(rate),
+        "tokens_per_cpu_s": round(tokens_per_cpu_s),
+        "half_rate_tokens_per_s": round(half),
+        "added_latency_ms_p50": round(p50, 2),
+        "added_latency_ms_p99": round(p99, 2),
+        "queued_requests": args.queued,
+        "queued_tokens": args.queued_tokens,
+        "queued_bytes_per_request": round(queued_bytes),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.router", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--streams", type=int, default=64, help="concurrent streams (default 64)")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each of the two loads (default 15)")
+    parser.add_argument("--queued", type=int, default=10000, help="requests that wait at once (default 10000)")
+    parser.add_argument("--queued-tokens", type=int, default=1500, help="prompt tokens of each (default 1500)")
+    parser.add_argument("--workers-of", default="", metavar="ADDRESS", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.workers_of:
+        asyncio.run(_workers(args.workers_of, 2, 2))
+        return 0
+    if min(args.streams, args.queued, args.queued_tokens) < 1 or args.seconds <= 0:
+        parser.error("--streams, --seconds, --queued and --queued-tokens must be over 0")
+    result = measure(args)
+    for key, value in result.items():
+        print(f"{key:>26}  {value}")
+    print(json.dumps({"bench": "router", **machine.describe(), **result}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

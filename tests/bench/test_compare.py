@@ -1,0 +1,38 @@
+"""The benchmarks with fake workers, on very small loads: they run, and say what they are to say."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bench import online, router
+from bench.fake_workers import FakePrefill, Speed, _Prompt
+
+
+def test_compare_drives_every_policy_and_reports_their_ratio(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--rate", "60", "--requests", "12", "--short-tokens", "32", "--long-tokens", "600", "--max-tokens", "4"]
+    online.main(["--policy", "compare", *options])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(result["goodput_rps"]) == {"round_robin", "least_loaded", "prefix", "predict"}
+    assert all(goodput > 0 for goodput in result["goodput_rps"].values())
+    expected = result["goodput_rps"]["predict"] / result["goodput_rps"]["round_robin"]
+    assert result["predict_over"]["round_robin"] == pytest.approx(expected, abs=0.01)
+
+
+def test_router_bench_counts_tokens_cpu_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert router.main(["--streams", "2", "--seconds", "1", "--queued", "5", "--queued-tokens", "100"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["tokens_per_s"] > 0
+    assert result["tokens_per_cpu_s"] > 0
+    assert 0 < result["added_latency_ms_p50"] <= result["added_latency_ms_p99"] < 10_000
+    assert result["queued_requests"] == 5
+
+
+def test_fake_prefill_halves_a_step_between_short_and_long_prompts() -> None:
+    worker = FakePrefill("p", Speed())
+    short, long = _Prompt(64), _Prompt(1500)
+    worker._waiting["long"].append(long)
+    assert worker._step(0.0) == {long: 256}
+    worker._waiting["short"].append(short)
+    assert worker._step(0.0) == {short: 64, long: 192}
