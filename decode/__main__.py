@@ -98,6 +98,7 @@ async def _serve(config: DecodeConfig, stop: asyncio.Event) -> None:
             load=server.load,
             cluster_key=config.cluster_key,
             certificates=certificates,
+            on_drain=stop.set,
         )
         await registration.start()
         closing.push_async_callback(registration.stop)

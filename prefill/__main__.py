@@ -88,6 +88,7 @@ async def _serve(config: PrefillConfig, stop: asyncio.Event) -> None:
             load=server.load,
             cluster_key=config.cluster_key,
             certificates=certificates,
+            on_drain=stop.set,
         )
         await registration.start()
         closing.push_async_callback(registration.stop)

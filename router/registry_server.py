@@ -9,7 +9,7 @@ import grpc
 
 from router import wire
 from router.pools import Registry, Worker
-from twinpool.errors import InvalidRequest
+from twinpool.errors import InvalidRequest, UnknownWorker
 from twinpool.v1 import worker_pb2
 from twinpool.v1.worker_pb2_grpc import RegistryServicer
 
@@ -19,6 +19,7 @@ class RegistryServer(RegistryServicer):
         self._registry = registry
         self._terms = worker_pb2.RegistryReply(heartbeat_ms=heartbeat_ms, lease_ms=lease_ms)
         self._streams: set[asyncio.Task[Any]] = set()
+        self._drains: dict[Worker, asyncio.Event] = {}  # of those that have a stream: it was asked to drain
 
     async def Join(self, requests: Any, context: Any) -> None:
         first = await context.read()
@@ -32,12 +33,29 @@ class RegistryServer(RegistryServicer):
         try:
             self._take(worker, first)
             await context.write(self._terms)
-            while (report := await context.read()) is not grpc.aio.EOF:
-                self._take(worker, report)
+            drain = self._drains[worker] = asyncio.Event()
+            telling = asyncio.ensure_future(_tell(context, drain))
+            try:
+                while (report := await context.read()) is not grpc.aio.EOF:
+                    self._take(worker, report)
+            finally:
+                telling.cancel()
         finally:
             self._streams.discard(stream)
             if worker.stream is stream:  # else a newer stream of the same process has taken over
+                self._drains.pop(worker, None)
                 self._registry.left(worker)
+
+    async def Drain(self, request: worker_pb2.DrainRequest, context: Any) -> worker_pb2.DrainReply:
+        for worker, drain in self._drains.items():
+            if worker.info.worker_id == request.worker_id:
+                drain.set()
+                return worker_pb2.DrainReply()
+        known = ", ".join(sorted(worker.info.worker_id for worker in self._drains)) or "none"
+        raise UnknownWorker(
+            f"no worker {request.worker_id[:128]!r} is connected to this router; those that are: {known}",
+            field="worker_id",
+        )
 
     def close(self) -> None:
         """Ends every stream; the workers go on looking for a router."""
@@ -47,3 +65,8 @@ class RegistryServer(RegistryServicer):
     def _take(self, worker: Worker, report: worker_pb2.WorkerReport) -> None:
         if report.HasField("load"):
             self._registry.report(worker, wire.worker_load(report.load))
+
+
+async def _tell(context: Any, drain: asyncio.Event) -> None:
+    await drain.wait()
+    await context.write(worker_pb2.RegistryReply(drain=True))

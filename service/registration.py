@@ -63,8 +63,10 @@ class Registration:
         cluster_key: str = "",
         certificates: Certificates | None = None,
         retry_refused_s: float = RETRY_REFUSED_S,
+        on_drain: Callable[[], None] = lambda: None,
     ) -> None:
-        """`load` is called on the event loop before every report: be quick. Raises ConfigError on a bad address."""
+        """`load` is called on the event loop before every report: be quick. `on_drain`: a router asks this worker to
+        finish what it has and leave; may be called more than once. Raises ConfigError on a bad address."""
         for router in routers:
             split(router)
         self._info = info
@@ -72,6 +74,7 @@ class Registration:
         self._cluster_key = cluster_key
         self._certificates = certificates
         self._retry_refused_s = retry_refused_s
+        self._on_drain = on_drain
         self._wake = {router: asyncio.Event() for router in routers}
         self._joined: set[str] = set()
         self._tasks: list[asyncio.Task[None]] = []
@@ -135,7 +138,7 @@ class Registration:
             self._joined.add(router)
             logger.info("joined router", extra={"router": router, "heartbeat_ms": terms.heartbeat_ms})
             wake = self._wake[router]
-            ended = asyncio.create_task(_until_end(call))
+            ended = asyncio.create_task(self._until_end(call))
             ended.add_done_callback(lambda _: wake.set())
             while True:
                 with suppress(TimeoutError):
@@ -156,8 +159,8 @@ class Registration:
                 ended.cancel()
                 await asyncio.gather(ended, return_exceptions=True)
 
-
-async def _until_end(call: Any) -> None:
-    """Returns when the peer ends the stream with OK; raises AioRpcError for any other status."""
-    while await call.read() is not grpc.aio.EOF:
-        pass
+    async def _until_end(self, call: Any) -> None:
+        """Returns when the peer ends the stream with OK; raises AioRpcError for any other status."""
+        while (reply := await call.read()) is not grpc.aio.EOF:
+            if reply.drain:
+                self._on_drain()

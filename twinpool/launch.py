@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 
 from twinpool import __version__
-from twinpool.commands import bench, chat, convert, demo, explain, generate, models, pools, tokenize, up
+from twinpool.commands import bench, chat, convert, demo, drain, explain, generate, models, pools, tokenize, up
 from twinpool.errors import ConfigError, InvalidRequest, TwinpoolError, UnknownModel
 
-COMMANDS = (up, demo, chat, generate, pools, explain, models, tokenize, convert, bench)
+COMMANDS = (up, demo, chat, generate, pools, explain, drain, models, tokenize, convert, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -198,6 +200,32 @@ def test_draining_worker_finishes_what_it_has_and_exits(
         expected = oracle.answer(PROMPT, LONG, ignore_eos=True)
         assert [future.result().token_ids for future in futures] == [expected] * 4
         assert len(client.generate(PROMPT, max_tokens=5, ignore_eos=True).token_ids) == 5
+    cluster.assert_baseline()
+
+
+@pytest.mark.parametrize("pool", ["prefill", "decode"])
+def test_drain_command_lets_a_worker_finish_and_exit(deploy: Callable[..., Cluster], oracle: Oracle, pool: str) -> None:
+    cluster = deploy(1, 1)
+    cluster.worker(pool, f"{pool}-1")
+    cluster.wait_ready(f"{pool}-1")
+    cluster.wait_workers(3)
+    router = cluster.processes["router"].address
+    drain = [sys.executable, "-m", "twinpool", "drain", "--router", router]
+    with cluster.client(timeout_s=60) as client, ThreadPoolExecutor(4) as threads:
+        futures = [
+            threads.submit(client.generate, PROMPT, max_tokens=LONG, temperature=0, ignore_eos=True) for _ in range(4)
+        ]
+        wait_until(lambda: client.pools().running == 4, "all four run")
+        told = subprocess.run([*drain, f"{pool}-0", "--wait", "40"], capture_output=True, text=True, timeout=60)
+        assert (told.returncode, told.stdout.strip()) == (0, f"{pool}-0 has left"), told.stderr
+        expected = oracle.answer(PROMPT, LONG, ignore_eos=True)
+        assert [future.result().token_ids for future in futures] == [expected] * 4
+        assert cluster.processes[f"{pool}-0"].popen.wait(20) == 0
+        assert [future.result().timeline.attempts for future in futures] == [1] * 4
+        assert len(client.generate(PROMPT, max_tokens=5, ignore_eos=True).token_ids) == 5
+        unknown = subprocess.run([*drain, "nobody"], capture_output=True, text=True, timeout=60)
+        assert unknown.returncode == 1
+        assert "no worker 'nobody' is connected to this router" in unknown.stderr
     cluster.assert_baseline()
 
 

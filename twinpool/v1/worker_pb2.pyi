@@ -61,12 +61,24 @@ class WorkerReport(_message.Message):
     def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
 
 class RegistryReply(_message.Message):
-    __slots__ = ("heartbeat_ms", "lease_ms")
+    __slots__ = ("heartbeat_ms", "lease_ms", "drain")
     HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
     heartbeat_ms: int
     lease_ms: int
-    def __init__(self, heartbeat_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+    drain: bool
+    def __init__(self, heartbeat_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., drain: _Optional[bool] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("worker_id",)
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    def __init__(self, worker_id: _Optional[str] = ...) -> None: ...
+
+class DrainReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class SampledToken(_message.Message):
     __slots__ = ("token_id", "logprob", "top", "finish_reason")

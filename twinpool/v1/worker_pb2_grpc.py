@@ -40,6 +40,11 @@ class RegistryStub:
                 request_serializer=twinpool_dot_v1_dot_worker__pb2.WorkerReport.SerializeToString,
                 response_deserializer=twinpool_dot_v1_dot_worker__pb2.RegistryReply.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/twinpool.v1.Registry/Drain',
+                request_serializer=twinpool_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
+                response_deserializer=twinpool_dot_v1_dot_worker__pb2.DrainReply.FromString,
+                _registered_method=True)
 
 
 class RegistryServicer:
@@ -54,6 +59,14 @@ class RegistryServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Asks a worker to drain, as SIGTERM does: it takes nothing new, finishes what it has, leaves and exits. Idempotent.
+        NOT_FOUND when no worker of that id has joined.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RegistryServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -61,6 +74,11 @@ def add_RegistryServicer_to_server(servicer, server):
                     servicer.Join,
                     request_deserializer=twinpool_dot_v1_dot_worker__pb2.WorkerReport.FromString,
                     response_serializer=twinpool_dot_v1_dot_worker__pb2.RegistryReply.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=twinpool_dot_v1_dot_worker__pb2.DrainRequest.FromString,
+                    response_serializer=twinpool_dot_v1_dot_worker__pb2.DrainReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -91,6 +109,33 @@ class Registry:
             '/twinpool.v1.Registry/Join',
             twinpool_dot_v1_dot_worker__pb2.WorkerReport.SerializeToString,
             twinpool_dot_v1_dot_worker__pb2.RegistryReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.Registry/Drain',
+            twinpool_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
+            twinpool_dot_v1_dot_worker__pb2.DrainReply.FromString,
             options,
             channel_credentials,
             insecure,
