@@ -86,7 +86,7 @@ class Routers:
             if self._closed:
                 raise RuntimeError("this client is closed")
             if index not in self._channels:
-                channel = self._open(self.addresses[index])
+                channel = self.open(self.addresses[index])
                 self._channels[index] = (channel, RouterStub(channel))
             return self._channels[index][1]
 
@@ -97,7 +97,8 @@ class Routers:
             channels, self._channels = self._channels, {}
         return [channel for channel, _ in channels.values()]
 
-    def _open(self, address: str) -> Any:
+    def open(self, address: str) -> Any:
+        """A channel of its own to a router, secured as the client's are; the caller closes it."""
         options = [
             # Pings while a call waits, so that a frozen router or a dead link ends the call. keepalive_time alone was
             # seen not to notice a frozen peer; with ping_timeout_ms it does.

@@ -41,11 +41,6 @@ class Client:
     def __init__(self, address: str | Sequence[str] | None = None, **options: Unpack[ConnectionOptions]) -> None:
         self._routers = Routers(address, grpc, **options)
 
-    @property
-    def addresses(self) -> list[str]:
-        """The routers it knows, as HOST:PORT."""
-        return list(self._routers.addresses)
-
     def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Generation:
         """The whole answer to text, token ids or a conversation."""
         message = self._call("Generate", requests.generate_request(prompt, options), options.get("deadline_s"))

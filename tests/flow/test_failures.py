@@ -71,7 +71,50 @@ def test_full_queue_refuses_at_once_with_retry_after(deploy: Callable[..., Clust
 def test_deadline_ends_the_request_on_both_workers(shared: Cluster) -> None:
     with shared.client(retries=0) as client:
         with pytest.raises(errors.DeadlineExceeded):
-            client.generate(PROMPT, max_tokens=1500, ignore_eos=True, deadline_s=0.4)
+            # with a stop string nobody can know how long the answer gets
+            client.generate(PROMPT, max_tokens=1500, ignore_eos=True, stop="\n\nnever", deadline_s=0.4)
+    shared.assert_baseline()
+
+
+def test_deadline_that_cannot_be_kept_is_refused_at_once_with_retry_after(shared: Cluster) -> None:
+    with shared.client(retries=0) as client:
+        for _ in range(36):  # until the router knows how fast each worker is
+            client.generate(PROMPT, max_tokens=12, ignore_eos=True)
+        begin = time.monotonic()
+        with pytest.raises(errors.Overloaded, match="until its deadline; give it more time") as caught:
+            client.generate(PROMPT, max_tokens=1500, ignore_eos=True, deadline_s=0.3)
+        assert time.monotonic() - begin < 0.3  # not when the deadline is over
+        assert caught.value.retry_after_s is not None
+        assert caught.value.retry_after_s > 0
+    shared.assert_baseline()
+
+
+def test_explain_tells_what_was_predicted_and_chosen(shared: Cluster) -> None:
+    with shared.client() as client:
+        answer = client.generate(PROMPT, max_tokens=5, ignore_eos=True, request_id="why", sla_class="batch")
+        (decision,) = client.explain("why")
+        assert (decision.sla_class, decision.input_class, decision.policy) == ("batch", "short", "predict")
+        chosen = decision.candidates[0]
+        assert chosen.prefill_worker == answer.timeline.prefill_worker
+        assert chosen.decode_worker == answer.timeline.decode_worker
+        assert len(decision.candidates) == 4  # two of each
+        line = next(each for each in shared.processes["router"].log_records("request") if each["request_id"] == "why")
+        assert line["reason"] == decision.reason
+        assert line["candidates"][0]["prefill_worker"] == chosen.prefill_worker
+        with pytest.raises(errors.UnknownRequest, match="no placement of request 'other'"):
+            client.explain("other")
+
+
+def test_cached_prefixes_are_shared_only_under_the_same_salt(shared: Cluster) -> None:
+    prompt = [(11 * i) % 200 + 20 for i in range(200)]
+    with shared.client() as client:
+
+        def cached(salt: str) -> int:
+            return client.generate(prompt, max_tokens=2, ignore_eos=True, cache_salt=salt).usage.cached_tokens
+
+        assert cached("tenant a") == 0
+        wait_until(lambda: cached("tenant a") >= 192, "the prefix draws the request to where it is cached")
+        assert cached("tenant b") == 0
     shared.assert_baseline()
 
 

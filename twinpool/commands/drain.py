@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from twinpool import errors
+from twinpool.calls import Routers
 from twinpool.commands.connection import add_router_option, connect
 from twinpool.v1.worker_pb2 import DrainRequest
 from twinpool.v1.worker_pb2_grpc import RegistryStub
@@ -33,7 +34,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with connect(args, timeout_s=_TIMEOUT_S) as client:
-        _ask(client.addresses, args.worker)
+        _ask(Routers(args.router, grpc), args.worker)
         end = time.monotonic() + args.wait
         while args.wait and any(worker.worker_id == args.worker for worker in client.pools().workers):
             if time.monotonic() > end:
@@ -43,13 +44,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _ask(addresses: list[str], worker_id: str) -> None:
+def _ask(routers: Routers, worker_id: str) -> None:
     """Tells the worker through the first router that is there. Raises UnknownWorker, Unauthenticated, Unavailable."""
     key = os.environ.get("TWINPOOL_CLUSTER_KEY", "")
-    for i, address in enumerate(addresses):
-        with grpc.insecure_channel(address) as channel:
+    for i, address in enumerate(routers.addresses):
+        with routers.open(address) as channel:
             try:
-                RegistryStub(channel).Drain(  # type: ignore[no-untyped-call]
+                RegistryStub(channel).Drain(
                     DrainRequest(worker_id=worker_id),
                     timeout=_TIMEOUT_S,
                     metadata=(("twinpool-cluster-key", key),) if key else (),
@@ -57,5 +58,5 @@ def _ask(addresses: list[str], worker_id: str) -> None:
                 return
             except grpc.RpcError as failure:
                 error = errors.from_status(failure.code(), failure.details() or "", failure.trailing_metadata())
-                if not isinstance(error, errors.Unavailable) or i + 1 == len(addresses):
+                if not isinstance(error, errors.Unavailable) or i + 1 == len(routers.addresses):
                     raise error from failure
