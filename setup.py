@@ -8,8 +8,9 @@ and hashed in separate passes.
 from setuptools import Extension, setup
 
 CSRC = "engine/ops/csrc"
-SOURCES = ["api", "threads", "isa_generic", "isa_avx2", "isa_avx512", "isa_avx512vnni", "isa_avx512bf16"]
+SOURCES = ["api", "decoder", "threads", "isa_generic", "isa_avx2", "isa_avx512", "isa_avx512vnni", "isa_avx512bf16"]
 HEADERS = [
+    "dispatch.h",
     "isa.h",
     "kernels.h",
     "threads.h",

@@ -9,6 +9,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -101,6 +102,16 @@ class Engine:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, hidden], rows of what `forward` returned -> logits [n, vocab] fp32."""
         return self._model.logits(hidden)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of packed weights that a step with logits reads: all but the table of embeddings."""
+        return self._model.weight_bytes
+
+    @property
+    def decoder(self) -> Any:
+        """All layers as one call of the backend, whose steps it can record; None where it has no such thing."""
+        return self._model.decoder(self.cache.views)
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, rows: Sequence[sampling.SampleRow]) -> list[sampling.Sampled]:

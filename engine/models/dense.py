@@ -67,12 +67,36 @@ class DenseDecoder:
         self.layers = [reader.layer(index) for index in range(config.num_layers)]
         self.final_norm = reader.norm("model.norm", config.hidden_size)
         self.head = reader.head(self.embedding)
+        self._decoder: Any = None
+        self._decoder_views: list[KvView] | None = None
 
     def forward(self, batch: Batch, views: list[KvView], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Stores the batch's K and V in the cache and returns hidden states [T, hidden] after the final norm."""
-        ops, eps = self.ops, self.config.rms_norm_eps
         cos, sin = self.rotary.cos_sin(batch.positions)
         residual = F.embedding(batch.token_ids, self.embedding)
+        decoder = self.decoder(views)
+        if decoder is not None:
+            return decoder.forward(residual, cos, sin, batch, on_layer)
+        return self.forward_by_operator(residual, cos, sin, batch, views, on_layer)
+
+    def decoder(self, views: list[KvView]) -> Any:
+        """All layers over this cache as one call of the backend; None where it has no such thing."""
+        if self._decoder_views is not views:
+            self._decoder = self.ops.decoder(self.config, self.layers, self.final_norm, self.rotations, views)
+            self._decoder_views = views
+        return self._decoder
+
+    def forward_by_operator(
+        self,
+        residual: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        batch: Batch,
+        views: list[KvView],
+        on_layer: Callable[[int], None] | None,
+    ) -> torch.Tensor:
+        """What a decoder of the backend computes, bit for bit, from the embeddings [T, hidden] on."""
+        ops, eps = self.ops, self.config.rms_norm_eps
         x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
         for index, layer in enumerate(self.layers):
             q, k, v = self._project(layer, x, cos, sin)
@@ -89,6 +113,12 @@ class DenseDecoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, hidden] -> [n, vocab] fp32."""
         return self.ops.linear(hidden, self.head).float()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the packed matrices that a step with logits reads."""
+        packed = [getattr(layer, name) for layer in self.layers for name in ("qkv", "output", "gate_up", "down")]
+        return sum(each.nbytes for each in (*packed, self.head))
 
     def _project(
         self, layer: Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor

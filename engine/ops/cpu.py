@@ -9,14 +9,21 @@ ValueError.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from engine.kv_cache import KvView
 from engine.ops import native
+from engine.ops.cpu_decoder import Decoder
 from engine.quantization import AS_LOADED, W8A8, WEIGHT_FORMATS, quantize_rows
+
+if TYPE_CHECKING:
+    from engine.model_config import ModelConfig
+    from engine.models.dense import Layer
 
 NAME = "cpu"
 
@@ -239,6 +246,21 @@ def decode_attention(
 ) -> torch.Tensor:
     """Attention of one query a sequence, q [S, N, D] -> [S, N * D]: the bits that prefill_attention gives."""
     return prefill_attention(q, view, block_tables, list(range(len(context_lens) + 1)), context_lens, scale)
+
+
+def decoder(
+    config: ModelConfig,
+    layers: Sequence[Layer],
+    final_norm: torch.Tensor,
+    rotations: Sequence[Linear] | None,
+    views: Sequence[KvView],
+) -> Decoder | None:
+    """All layers of a model over one cache as one call, or None where its sizes are none that fill whole words."""
+    sizes = (config.hidden_size, config.intermediate_size, config.head_dim)
+    if any(size % 4 for size in sizes) or any(view.k.shape[0] < 1 for view in views):
+        return None
+    code = _code(final_norm, "final_norm")
+    return Decoder(config, layers, final_norm, rotations, views, _cache_args, code)
 
 
 def _code(x: torch.Tensor, name: str) -> int:

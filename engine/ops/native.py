@@ -52,6 +52,54 @@ class PackedLinear(ctypes.Structure):
 _CACHE = ctypes.POINTER(KvCacheArgs)
 _LINEAR = ctypes.POINTER(PackedLinear)
 
+
+class LayerArgs(ctypes.Structure):
+    """struct LayerArgs of decoder.cpp."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("input_norm", "q_norm", "k_norm", "post_norm")),
+        *((name, _LINEAR) for name in ("qkv", "output", "gate_up", "down")),
+        ("cache", KvCacheArgs),
+    )
+
+
+class DecoderArgs(ctypes.Structure):
+    """struct DecoderArgs of decoder.cpp."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("dtype", "num_layers", "num_heads", "num_kv_heads", "head_dim")),
+        ("eps", _FLOAT),
+        ("scale", _FLOAT),
+        ("hidden", _SIZE),
+        ("intermediate", _SIZE),
+        ("layers", ctypes.POINTER(LayerArgs)),
+        ("final_norm", _POINTER),
+        ("q_rotation", _LINEAR),
+        ("k_rotation", _LINEAR),
+    )
+
+
+class Event(ctypes.Structure):
+    """struct Event of decoder.cpp."""
+
+    _fields_ = (("kind", _INT), ("layer", _INT), ("begin_ns", _SIZE), ("end_ns", _SIZE))
+
+
+class StepArgs(ctypes.Structure):
+    """struct StepArgs of decoder.cpp."""
+
+    _fields_ = (
+        ("tokens", _SIZE),
+        ("num_sequences", _INT),
+        ("slots", _POINTER),
+        ("block_tables", _POINTER),
+        ("block_tables_stride", _SIZE),
+        *((name, _POINTER) for name in ("query_start", "context_lens", "cos", "sin", "residual", "out", "workspace")),
+        ("events", ctypes.POINTER(Event)),
+        ("num_events", _SIZE),
+    )
+
+
 # Parameters as in api.cpp.
 _FUNCTIONS = {
     "twinpool_set_num_threads": (_INT,),
@@ -64,6 +112,7 @@ _FUNCTIONS = {
         *(_CACHE, _INT, _POINTER, _SIZE, _SIZE, _INT),
         *(_POINTER, _SIZE, _INT, _POINTER, _POINTER, _FLOAT, _POINTER),
     ),
+    "twinpool_decoder": (ctypes.POINTER(DecoderArgs), ctypes.POINTER(StepArgs), _INT, _INT),
 }
 
 
@@ -81,6 +130,8 @@ def library() -> ctypes.CDLL | None:
         for name, parameters in _FUNCTIONS.items():
             function = getattr(loaded, name)
             function.argtypes, function.restype = parameters, None
+        decoder_bytes = loaded.twinpool_decoder_bytes
+        decoder_bytes.argtypes, decoder_bytes.restype = (ctypes.POINTER(DecoderArgs), _SIZE), _SIZE
         loaded.twinpool_panel.argtypes, loaded.twinpool_panel.restype = (), ctypes.c_int
     except AttributeError as exc:
         raise ConfigError(f"{path} is older than this source ({exc}): reinstall twinpool to rebuild it") from exc

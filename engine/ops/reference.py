@@ -36,6 +36,11 @@ class Linear:
     scales: torch.Tensor | None = None
     quantize_inputs: bool = False  # w8a8
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one pass over the weight reads."""
+        return sum(x.nbytes for x in (self.weight, self.scales, self.bias) if x is not None)
+
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None, weights: str = AS_LOADED) -> Linear:
     """Prepares a weight [out, in] once at load, in one of WEIGHT_FORMATS; only good for this backend's `linear`."""
@@ -169,3 +174,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [T, 2 * I] (gate first) -> silu(gate) * up [T, I]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def decoder(*_: object) -> None:
+    """All layers of a model in one call: this backend has no such thing, its operators are the specification."""

@@ -20,7 +20,7 @@ from twinpool.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 FUNCTIONS = [
     *("set_num_threads", "pack_linear", "linear", "rms_norm", "add_rms_norm", "rope", "silu_mul"),
-    *("store_kv", "prefill_attention", "decode_attention"),
+    *("store_kv", "prefill_attention", "decode_attention", "decoder"),
 ]
 
 

@@ -4,10 +4,7 @@
 #include <cstring>
 #include <vector>
 
-#include "kernels.h"
-#include "threads.h"
-
-#define TWINPOOL_API extern "C" __attribute__((visibility("default")))
+#include "dispatch.h"
 
 namespace twinpool {
 namespace {
@@ -50,21 +47,44 @@ const Isa* best_isa() {
 
 const Isa* active = best_isa();
 
-// Rows of cheap operators are handed out in runs, since each hand-out costs an atomic operation.
-constexpr int64_t kRowsAtOnce = 8;
-
-template <class Args>
-void for_each_row(void (*kernel)(const Args&, int64_t), const Args& args, int64_t rows) {
-  parallel_for(ceil_div(rows, kRowsAtOnce), [&](int64_t run) {
-    const int64_t end = run * kRowsAtOnce + kRowsAtOnce;
-    for (int64_t row = run * kRowsAtOnce; row < end && row < rows; ++row) kernel(args, row);
-  });
-}
-
 // Query rows of one task: enough to make unpacking a tile cheap, few enough for their sums to stay in L1 and L2.
 constexpr int32_t kRowsPerTask = 96;
 
 }  // namespace
+
+const Kernels& kernels() { return *active->kernels; }
+
+void run_linear(const PackedLinear& weight, const void* x, int64_t x_stride, int64_t rows, void* out) {
+  LinearArgs args = {&weight, static_cast<const char*>(x), x_stride, rows, nullptr, nullptr, static_cast<char*>(out)};
+  if (weight.format == Format::w8a8) {
+    const int64_t code_bytes = ceil_div(rows * weight.steps * 4, 64) * 64;
+    char* quantized = caller_scratch(code_bytes + rows * sizeof(float));
+    args.codes = reinterpret_cast<int8_t*>(quantized);
+    args.row_scales = reinterpret_cast<float*>(quantized + code_bytes);
+    for_each_row(kernels().quantize, args, rows);
+  }
+  parallel_for(ceil_div(rows, kLinearRows) * ceil_div(weight.out_features, kPanel),
+               [&](int64_t task) { kernels().linear(args, task); });
+}
+
+void run_attention(const AttentionArgs& args, int32_t num_sequences, const int32_t* query_start) {
+  const int32_t num_kv_heads = args.cache.num_kv_heads;
+  const int32_t queries_at_once = std::max(1, kRowsPerTask / (args.num_heads / num_kv_heads));
+  thread_local std::vector<AttentionTask> tasks;  // keeps its memory for the next step
+  tasks.clear();
+  for (int32_t s = 0; s < num_sequences; ++s) {
+    const int32_t first = query_start[s], end = query_start[s + 1], before = args.context_lens[s] - (end - first);
+    // The last queries see the most and cost the most: first, so that the threads end together.
+    for (int32_t left = end - first; left > 0; left -= queries_at_once) {
+      const int32_t begin = std::max(0, left - queries_at_once);
+      for (int32_t head = 0; head < num_kv_heads; ++head)
+        tasks.push_back({s, head, first + begin, left - begin, before + begin});
+    }
+  }
+  const AttentionTask* const first_task = tasks.data();
+  parallel_for(static_cast<int64_t>(tasks.size()), [&](int64_t i) { kernels().attention(args, first_task[i]); });
+}
+
 }  // namespace twinpool
 
 using namespace twinpool;
@@ -88,16 +108,7 @@ TWINPOOL_API void twinpool_set_num_threads(int count) { set_num_threads(count); 
 
 TWINPOOL_API void twinpool_linear(const PackedLinear* weight, const void* x, int64_t x_stride, int64_t rows,
                                   void* out) {
-  LinearArgs args = {weight, static_cast<const char*>(x), x_stride, rows, nullptr, nullptr, static_cast<char*>(out)};
-  if (weight->format == Format::w8a8) {
-    const int64_t code_bytes = ceil_div(rows * weight->steps * 4, 64) * 64;
-    char* quantized = caller_scratch(code_bytes + rows * sizeof(float));
-    args.codes = reinterpret_cast<int8_t*>(quantized);
-    args.row_scales = reinterpret_cast<float*>(quantized + code_bytes);
-    for_each_row(active->kernels->quantize, args, rows);
-  }
-  parallel_for(ceil_div(rows, kLinearRows) * ceil_div(weight->out_features, kPanel),
-               [&](int64_t task) { active->kernels->linear(args, task); });
+  run_linear(*weight, x, x_stride, rows, out);
 }
 
 TWINPOOL_API void twinpool_rms_norm(int dtype, const void* x, int64_t x_stride, int64_t rows, int64_t width,
@@ -105,13 +116,15 @@ TWINPOOL_API void twinpool_rms_norm(int dtype, const void* x, int64_t x_stride, 
   const RmsNormArgs args = {static_cast<Dtype>(dtype),
                             static_cast<const char*>(x),
                             x_stride,
+                            std::max<int64_t>(rows, 1),
+                            0,
                             static_cast<char*>(residual),
                             residual_stride,
                             weight,
                             eps,
                             width,
                             static_cast<char*>(out)};
-  for_each_row(active->kernels->rms_norm, args, rows);
+  for_each_row(kernels().rms_norm, args, rows);
 }
 
 TWINPOOL_API void twinpool_rope(int dtype, const void* x, int64_t token_stride, int64_t head_stride, int64_t tokens,
@@ -119,14 +132,14 @@ TWINPOOL_API void twinpool_rope(int dtype, const void* x, int64_t token_stride, 
   const RopeArgs args = {
       static_cast<Dtype>(dtype), static_cast<const char*>(x), token_stride, head_stride, cos, sin, num_heads, head_dim,
       static_cast<char*>(out)};
-  for_each_row(active->kernels->rope, args, tokens);
+  for_each_row(kernels().rope, args, tokens);
 }
 
 TWINPOOL_API void twinpool_silu_mul(int dtype, const void* gate_up, int64_t stride, int64_t rows, int64_t width,
                                     void* out) {
   const SiluMulArgs args = {static_cast<Dtype>(dtype), static_cast<const char*>(gate_up), stride, width,
                             static_cast<char*>(out)};
-  for_each_row(active->kernels->silu_mul, args, rows);
+  for_each_row(kernels().silu_mul, args, rows);
 }
 
 TWINPOOL_API void twinpool_store_kv(const KvCacheArgs* cache, int dtype, const void* k, int64_t k_token_stride,
@@ -141,7 +154,7 @@ TWINPOOL_API void twinpool_store_kv(const KvCacheArgs* cache, int dtype, const v
                           v_token_stride,
                           v_head_stride,
                           slots};
-  for_each_row(active->kernels->store_kv, args, tokens);
+  for_each_row(kernels().store_kv, args, tokens);
 }
 
 // Sequence s owns the queries query_start[s] .. query_start[s + 1], the last of its context_lens[s] tokens.
@@ -160,16 +173,5 @@ TWINPOOL_API void twinpool_attention(const KvCacheArgs* cache, int dtype, const 
                               context_lens,
                               scale,
                               static_cast<char*>(out)};
-  const int32_t queries_at_once = std::max(1, kRowsPerTask / (num_heads / cache->num_kv_heads));
-  std::vector<AttentionTask> tasks;
-  for (int32_t s = 0; s < num_sequences; ++s) {
-    const int32_t first = query_start[s], end = query_start[s + 1], before = context_lens[s] - (end - first);
-    // The last queries see the most and cost the most: first, so that the threads end together.
-    for (int32_t left = end - first; left > 0; left -= queries_at_once) {
-      const int32_t begin = std::max(0, left - queries_at_once);
-      for (int32_t head = 0; head < cache->num_kv_heads; ++head)
-        tasks.push_back({s, head, first + begin, left - begin, before + begin});
-    }
-  }
-  parallel_for(static_cast<int64_t>(tasks.size()), [&](int64_t i) { active->kernels->attention(args, tasks[i]); });
+  run_attention(args, num_sequences, query_start);
 }

@@ -3,7 +3,8 @@
 template <class T>
 void rms_norm_row(const RmsNormArgs& args, int64_t row) {
   const int64_t width = args.width;
-  const T* x = reinterpret_cast<const T*>(args.x + row * args.x_stride);
+  const char* from = args.x + row / args.group * args.group_stride + row % args.group * args.x_stride;
+  const T* x = reinterpret_cast<const T*>(from);
   if (args.residual) {
     T* residual = reinterpret_cast<T*>(args.residual + row * args.residual_stride);
     for (int64_t i = 0; i < width; i += kLanes)

@@ -90,6 +90,7 @@ struct RmsNormArgs {
   Dtype dtype;
   const char* x;
   int64_t x_stride;
+  int64_t group, group_stride;  // row r lies at r / group * group_stride + r % group * x_stride
   char* residual;  // null, or [rows, width] to which x is added first, in place
   int64_t residual_stride;
   const void* weight;

@@ -1,0 +1,86 @@
+"""All layers in one native call give what the single operators give, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.batch import Batch
+from engine.engine import Engine
+from engine.quantization import WEIGHT_FORMATS
+from tests import tiny_models
+from tests.engine.running import Running
+
+MEMORY_BYTES = 8 << 20
+
+
+def load(path: Path, **kinds: str) -> Engine:
+    return Engine.load(path, memory_bytes=MEMORY_BYTES, block_size=16, **kinds)
+
+
+def batches(engine: Engine) -> list[Batch]:
+    """A prefill of three prompts, one of them in two chunks, then two decode steps of all."""
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, 300, (n,), generator=generator).tolist() for n in (40, 7, 65)]
+    sequences = [Running(engine, 80) for _ in prompts]
+    steps = [
+        [sequences[0].item(prompts[0][:21]), sequences[1].item(prompts[1])],
+        [sequences[2].item(prompts[2]), sequences[0].item(prompts[0][21:])],
+        [each.item([i + 5]) for i, each in enumerate(sequences)],
+        [each.item([i + 9]) for i, each in enumerate(sequences[:2])],
+    ]
+    return [Batch.build(items, engine.cache.layout.block_size) for items in steps]
+
+
+def by_operator(engine: Engine, batch: Batch) -> torch.Tensor:
+    model = engine._model
+    cos, sin = model.rotary.cos_sin(batch.positions)
+    residual = torch.nn.functional.embedding(batch.token_ids, model.embedding)
+    with torch.inference_mode():
+        return model.forward_by_operator(residual, cos, sin, batch, engine.cache.views, None)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("kv_dtype", "weights"), [("bf16", "bf16"), *(("int8", name) for name in WEIGHT_FORMATS)])
+def test_one_call_equals_the_single_operators_bit_for_bit(
+    tmp_path: Path, kind: str, dtype: str, kv_dtype: str, weights: str
+) -> None:
+    path = tiny_models.make(tmp_path, kind)
+    whole, single = (load(path, dtype=dtype, kv_dtype=kv_dtype, weights=weights) for _ in range(2))
+    for batch, other in zip(batches(whole), batches(single), strict=True):
+        got = whole.forward(batch)
+        assert whole._model.decoder(whole.cache.views) is not None
+        assert torch.equal(got, by_operator(single, other))
+    for mine, theirs in zip(whole.cache.buffers, single.cache.buffers, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_stopping_after_every_layer_changes_nothing(tmp_path: Path) -> None:
+    path = tiny_models.make(tmp_path, "qwen3")
+    whole, staged = load(path), load(path)
+    for batch, other in zip(batches(whole), batches(staged), strict=True):
+        seen: list[int] = []
+        assert torch.equal(whole.forward(batch), staged.forward(other, seen.append))
+        assert seen == list(range(whole.config.num_layers))
+
+
+def test_a_recorded_step_names_every_operator_in_the_order_it_ran(tmp_path: Path) -> None:
+    engine = load(tiny_models.make(tmp_path, "qwen3"))
+    decoder = engine._model.decoder(engine.cache.views)
+    batch = batches(engine)[0]
+    engine.forward(batch)
+    assert decoder.events == []
+    decoder.record(True)
+    engine.forward(batch)
+    events = decoder.events
+    assert {kind for kind, *_ in events} == {"linear", "attention", "kv_access", "other"}
+    assert sum(kind == "attention" for kind, *_ in events) == engine.config.num_layers
+    assert all(begin <= end for _, _, begin, end in events)
+    assert all(a[3] <= b[2] for a, b in itertools.pairwise(events))
+    decoder.record(False)
+    engine.forward(batch)
+    assert decoder.events == []
