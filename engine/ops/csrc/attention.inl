@@ -62,8 +62,59 @@ TWINPOOL_INLINE U32 to_bf16_bits(F32 v) {
   return (U32)v >> 16;  // int8 and bf16 are exact
 }
 
+#if TWINPOOL_BF16_DOT
+constexpr int64_t kCodes = 64;  // int8 a vector
+
+// What follows below, for head_dim in whole vectors of codes: keys are turned over as codes, four a lane.
+void unpack_key_codes(const int8_t* const* keys, int64_t head_dim, uint32_t* panel) {
+  for (int t = 0; t < kTile; t += kLanes)
+    for (int64_t d = 0; d < head_dim; d += kCodes) {
+      U32 square[kLanes];
+      for (int i = 0; i < kLanes; ++i) square[i] = load_vector<U32>(keys[t + i] + d);
+      transpose(square);
+      for (int i = 0; i < kLanes; ++i) {
+        U32 words[2];
+        unpack_codes<bf16>(square[i], words);
+        uint32_t* to = panel + (d / 2 + 2 * i) * kTile + t;
+        store_vector(to, words[0]);
+        store_vector(to + kTile, words[1]);
+      }
+    }
+}
+
+void unpack_value_codes(const int8_t* const* values, int64_t head_dim, uint32_t* panels) {
+  static_assert(kPanel == kCodes);
+  constexpr int kSteps = kTile / 2;
+  alignas(64) uint16_t lanes[2][2 * kLanes];  // 16 values of one token beside those of the next
+  for (int i = 0; i < kLanes; ++i)
+    for (int half = 0; half < 2; ++half) {
+      lanes[half][2 * i] = static_cast<uint16_t>(half * kLanes + i);
+      lanes[half][2 * i + 1] = static_cast<uint16_t>(2 * kLanes + half * kLanes + i);
+    }
+  const __m512i first = _mm512_load_si512(lanes[0]), second = _mm512_load_si512(lanes[1]);
+  const __m512i lower = _mm512_load_si512(kHalves.first), upper = _mm512_load_si512(kHalves.second);
+  for (int step = 0; step < kSteps; ++step)
+    for (int64_t d = 0; d < head_dim; d += kCodes) {
+      __m512i low, high, even[2], odd[2];
+      bf16_bytes(load_vector<__m512i>(values[2 * step] + d), low, high);
+      even[0] = _mm512_permutex2var_epi8(low, lower, high), even[1] = _mm512_permutex2var_epi8(low, upper, high);
+      bf16_bytes(load_vector<__m512i>(values[2 * step + 1] + d), low, high);
+      odd[0] = _mm512_permutex2var_epi8(low, lower, high), odd[1] = _mm512_permutex2var_epi8(low, upper, high);
+      uint32_t* to = panels + (d / kPanel * kSteps + step) * kPanel;
+      for (int half = 0; half < 2; ++half) {
+        store_vector(to + 2 * half * kLanes, _mm512_permutex2var_epi16(even[half], first, odd[half]));
+        store_vector(to + (2 * half + 1) * kLanes, _mm512_permutex2var_epi16(even[half], second, odd[half]));
+      }
+    }
+}
+#endif
+
 template <class T, class Kv>
 void unpack_keys(const Kv* const* keys, int64_t head_dim, uint32_t* staging, uint32_t* panel) {
+#if TWINPOOL_BF16_DOT
+  if constexpr (sizeof(T) == sizeof(bf16) && sizeof(Kv) == 1)
+    if (head_dim % kCodes == 0) return unpack_key_codes(keys, head_dim, panel);
+#endif
   const int64_t words = head_dim / kPerWord<T>, stride = ceil_div(words, kLanes) * kLanes;
   for (int t = 0; t < kTile; ++t) {
     T* to = reinterpret_cast<T*>(staging + t * stride);
@@ -88,6 +139,10 @@ void unpack_keys(const Kv* const* keys, int64_t head_dim, uint32_t* staging, uin
 
 template <class T, class Kv>
 void unpack_values(const Kv* const* values, int64_t head_dim, uint32_t* panels) {
+#if TWINPOOL_BF16_DOT
+  if constexpr (sizeof(T) == sizeof(bf16) && sizeof(Kv) == 1)
+    if (head_dim % kCodes == 0) return unpack_value_codes(values, head_dim, panels);
+#endif
   constexpr int kSteps = kTile / kPerWord<T>;
   for (int step = 0; step < kSteps; ++step)
     for (int64_t d = 0; d < head_dim; d += kLanes) {

@@ -52,61 +52,6 @@ void linear_float(const LinearArgs& args, const LinearTask& task) {
 
 // ---- int8 weights, float activations: a block of weights is turned into floats, exactly, then multiplied ----
 
-#if TWINPOOL_BF16_DOT
-// The bf16 of 0 .. 127, split into bytes, and where the bytes of two neighbours come from: 64 + i is byte i of the high.
-struct Magnitudes {
-  alignas(64) uint8_t low[128], high[128];
-  constexpr Magnitudes() : low(), high() {
-    for (int i = 1; i < 128; ++i) {
-      int exponent = 6;
-      while (!(i >> exponent)) --exponent;
-      const int bits = (127 + exponent) << 7 | ((i << (7 - exponent)) & 0x7f);
-      low[i] = static_cast<uint8_t>(bits), high[i] = static_cast<uint8_t>(bits >> 8);
-    }
-  }
-};
-struct Pairs {
-  alignas(64) uint8_t first[64], second[64];
-  constexpr Pairs() : first(), second() {
-    for (int i = 0; i < 64; ++i) {
-      const int byte = i / 4 * 4 + i % 4 / 2, half = i % 2 * 64;
-      first[i] = static_cast<uint8_t>(half + byte), second[i] = static_cast<uint8_t>(half + byte + 2);
-    }
-  }
-};
-constexpr Magnitudes kMagnitudes;
-constexpr Pairs kPairs;
-#endif
-
-// Four codes of k .. k + 3 a lane -> words as panels of T hold them.
-template <class T>
-TWINPOOL_INLINE void unpack_codes(U32 codes, U32 (&words)[4 / kPerWord<T>]) {
-#if TWINPOOL_BF16_DOT
-  if constexpr (sizeof(T) == sizeof(bf16)) {
-    // A code's magnitude is below 128: both bytes of its bf16 come from a table, the sign from the code.
-    const __m512i code = (__m512i)codes, magnitude = _mm512_abs_epi8(code);
-    const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(kMagnitudes.low), magnitude,
-                                                 _mm512_load_si512(kMagnitudes.low + 64));
-    __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(kMagnitudes.high), magnitude,
-                                            _mm512_load_si512(kMagnitudes.high + 64));
-    high = _mm512_ternarylogic_epi32(high, code, _mm512_set1_epi8(-128), 0xf8);  // high | (code & 0x80)
-    words[0] = (U32)_mm512_permutex2var_epi8(low, _mm512_load_si512(kPairs.first), high);
-    words[1] = (U32)_mm512_permutex2var_epi8(low, _mm512_load_si512(kPairs.second), high);
-    return;
-  }
-#endif
-  F32 values[4];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) values[i] = __builtin_convertvector((I32)(codes << (24 - 8 * i)) >> 24, F32);
-  if constexpr (sizeof(T) == sizeof(float)) {
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) words[i] = (U32)values[i];
-  } else {
-    words[0] = (U32)values[0] >> 16 | ((U32)values[1] & 0xffff0000u);
-    words[1] = (U32)values[2] >> 16 | ((U32)values[3] & 0xffff0000u);
-  }
-}
-
 constexpr int64_t kStepsForeseen = 16;
 
 // multiply_panel for codes that are unpacked on the way: few rows, kColumns vectors of columns at a time.
