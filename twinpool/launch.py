@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 
 from twinpool import __version__
-from twinpool.commands import bench, chat, convert, demo, drain, explain, generate, models, pools, tokenize, up
+from twinpool.commands import bench, chat, convert, demo, drain, explain, generate, models, pools, profile, tokenize, up
 from twinpool.errors import ConfigError, InvalidRequest, TwinpoolError, UnknownModel
 
-COMMANDS = (up, demo, chat, generate, pools, explain, drain, models, tokenize, convert, bench)
+COMMANDS = (up, demo, chat, generate, pools, explain, drain, models, tokenize, convert, bench, profile)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,6 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments[:1] == ["bench"]:
             return bench.run(arguments[1:])
+        if arguments[:1] == ["profile"]:
+            return profile.run(arguments[1:])
         args = _parser().parse_args(arguments)
         return int(args.run(args))
     except TwinpoolError as error:

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from tests.twinpool.fake_router import TIMELINE, USAGE, FakeRouter, chunk, last_chunk, one_token_then_silence
 from twinpool import __version__, errors
-from twinpool.commands import bench
+from twinpool.commands import bench, profile
 from twinpool.commands.tables import timeline_table
 from twinpool.launch import COMMANDS, main
 from twinpool.results import Timeline, Usage
@@ -223,7 +223,9 @@ def test_version_both_ways(run: Run, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == f"twinpool {__version__}\n"
 
 
-@pytest.mark.parametrize("command", [module.__name__.rpartition(".")[2] for module in COMMANDS if module is not bench])
+@pytest.mark.parametrize(
+    "command", [module.__name__.rpartition(".")[2] for module in COMMANDS if module not in (bench, profile)]
+)
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
@@ -231,11 +233,12 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     assert f"usage: twinpool {command}" in capsys.readouterr().out
 
 
-def test_bench_hands_its_arguments_on() -> None:
-    command = [sys.executable, "-m", "twinpool", "bench", "--help"]
+@pytest.mark.parametrize(("name", "option"), [("bench", "--rate"), ("profile", "--phase")])
+def test_bench_and_profile_hand_their_arguments_on(name: str, option: str) -> None:
+    command = [sys.executable, "-m", "twinpool", name, "--help"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert answer.returncode == 0, answer.stderr
-    assert "--rate" in answer.stdout
+    assert option in answer.stdout
 
 
 # how it fails
