@@ -18,10 +18,17 @@ from engine.kv_cache import KvView
 from engine.loading import Checkpoint
 from engine.model_config import ModelConfig
 from engine.models.int8_keys import balance_factors, projection_rms, rotations
-from engine.quantization import W8A8, W8A16
+from engine.models.int8_weights import (
+    MOST_GATED,
+    Projection,
+    hadamard,
+    read_rotated,
+    read_turned,
+    residual_basis,
+    write_turned,
+)
+from engine.quantization import AS_LOADED, W8A8, W8A16
 from engine.rope import Rotary
-
-Projection = tuple[torch.Tensor, torch.Tensor | None]  # weight [out, in], bias [out]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +69,12 @@ class DenseDecoder:
         self.rotations = None
         if int8_keys:
             self.rotations = [ops.pack_linear(matrix, None) for matrix in rotations(config.head_dim, dtype)]
+        gated_rotation = None if weights == AS_LOADED else hadamard(config.intermediate_size, MOST_GATED)
+        self.gated_rotation = None if gated_rotation is None else ops.pack_linear(gated_rotation.to(dtype), None)
         reader = _Reader(config, checkpoint, ops, dtype, int8_keys, weights)
         self.embedding = reader.embedding()
         self.layers = [reader.layer(index) for index in range(config.num_layers)]
-        self.final_norm = reader.norm("model.norm", config.hidden_size)
-        self.head = reader.head(self.embedding)
+        self.head, self.final_norm = reader.head(self.embedding, reader.norm("model.norm", config.hidden_size))
         self._decoder: Any = None
         self._decoder_views: list[KvView] | None = None
 
@@ -82,7 +90,9 @@ class DenseDecoder:
     def decoder(self, views: list[KvView]) -> Any:
         """All layers over this cache as one call of the backend; None where it has no such thing."""
         if self._decoder_views is not views:
-            self._decoder = self.ops.decoder(self.config, self.layers, self.final_norm, self.rotations, views)
+            self._decoder = self.ops.decoder(
+                self.config, self.layers, self.final_norm, self.rotations, self.gated_rotation, views
+            )
             self._decoder_views = views
         return self._decoder
 
@@ -105,7 +115,11 @@ class DenseDecoder:
                 on_layer(index)
             x = ops.linear(self._attend(q, views[index], batch), layer.output)
             x, residual = ops.add_rms_norm(x, residual, layer.post_norm, eps)
-            x = ops.linear(ops.silu_mul(ops.linear(x, layer.gate_up)), layer.down)
+            gated = ops.silu_mul(ops.linear(x, layer.gate_up))
+            if self.gated_rotation is not None:
+                width = self.gated_rotation.in_features
+                gated = ops.linear(gated.view(-1, width), self.gated_rotation).view(gated.shape)
+            x = ops.linear(gated, layer.down)
             next_norm = self.layers[index + 1].input_norm if index + 1 < len(self.layers) else self.final_norm
             x, residual = ops.add_rms_norm(x, residual, next_norm, eps)
         return x
@@ -159,16 +173,34 @@ class _Reader:
     ) -> None:
         self.config, self.checkpoint, self.ops, self.dtype = config, checkpoint, ops, dtype
         self.int8_keys, self.weights = int8_keys, weights
+        self.basis = None if weights == AS_LOADED else residual_basis(config.hidden_size)
 
     def embedding(self) -> torch.Tensor:
+        table = self.take_embedding()
+        return table if self.basis is None else (table.float() @ self.basis).to(self.dtype)
+
+    def take_embedding(self) -> torch.Tensor:
         shape = (self.config.vocab_size, self.config.hidden_size)
         return self.checkpoint.take("model.embed_tokens.weight", shape, self.dtype)
 
-    def head(self, embedding: torch.Tensor) -> Any:
-        tied = self.config.tie_word_embeddings
-        weight = embedding if tied else self.checkpoint.take("lm_head.weight", embedding.shape, self.dtype)
+    def head(self, embedding: torch.Tensor, norm: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """The packed output layer and the weights of the norm before it."""
+        if not self.config.tie_word_embeddings:
+            weight = self.checkpoint.take("lm_head.weight", embedding.shape, self.dtype)
+        else:
+            weight = embedding if self.basis is None else self.take_embedding()
+        (weight, _), norm = self.reading(norm, (weight, None))
         # Few rows pass through it and its errors reach the tokens at once: never int8 by int8.
-        return self.ops.pack_linear(weight, None, W8A16 if self.weights == W8A8 else self.weights)
+        return self.ops.pack_linear(weight, None, W8A16 if self.weights == W8A8 else self.weights), norm
+
+    def reading(self, norm: torch.Tensor, *projections: Projection) -> tuple[Any, ...]:
+        """Projections that read the residuals through `norm`, and the norm's weights: for int8, in the turned basis."""
+        if self.basis is None:
+            return *projections, norm
+        return *(read_turned(each, norm, self.basis) for each in projections), torch.ones_like(norm)
+
+    def writing(self, projection: Projection) -> Projection:
+        return projection if self.basis is None else write_turned(projection, self.basis)
 
     def norm(self, name: str, size: int) -> torch.Tensor:
         return self.checkpoint.take(f"{name}.weight", (size,), self.dtype)
@@ -177,27 +209,29 @@ class _Reader:
         config, prefix = self.config, f"model.layers.{index}"
         mlp, hidden, inner = f"{prefix}.mlp", config.hidden_size, config.intermediate_size
         input_norm = self.norm(f"{prefix}.input_layernorm", hidden)
-        qkv, q_norm, k_norm = self.attention_input(f"{prefix}.self_attn", input_norm)
+        q, k, v, q_norm, k_norm = self.attention_input(f"{prefix}.self_attn", input_norm)
+        q, k, v, input_norm = self.reading(input_norm, q, k, v)
         output = self.projection(
             f"{prefix}.self_attn.o_proj", hidden, config.num_heads * config.head_dim, config.o_bias
         )
         gate, up = (self.projection(f"{mlp}.{name}_proj", inner, hidden, config.mlp_bias) for name in ("gate", "up"))
+        gate, up, post_norm = self.reading(self.norm(f"{prefix}.post_attention_layernorm", hidden), gate, up)
         down = self.projection(f"{mlp}.down_proj", hidden, inner, config.mlp_bias)
         return Layer(
             input_norm=input_norm,
-            qkv=qkv,
+            qkv=self.pack(q, k, v),
             q_norm=q_norm,
             k_norm=k_norm,
-            output=self.pack(output),
-            post_norm=self.norm(f"{prefix}.post_attention_layernorm", hidden),
+            output=self.pack(self.writing(output)),
+            post_norm=post_norm,
             gate_up=self.pack(gate, up),
-            down=self.pack(down),
+            down=self.pack(self.writing(down if self.basis is None else read_rotated(down))),
         )
 
     def attention_input(
         self, name: str, input_norm: torch.Tensor
-    ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None]:
-        """Packed q|k|v and the norms of query and key heads; with int8_keys, balanced."""
+    ) -> tuple[Projection, Projection, Projection, torch.Tensor | None, torch.Tensor | None]:
+        """q, k, v and the norms of query and key heads; with int8_keys, balanced."""
         config, head_dim = self.config, self.config.head_dim
         sizes = (config.num_heads * head_dim, config.num_kv_heads * head_dim, config.num_kv_heads * head_dim)
         q, k, v = (
@@ -215,7 +249,7 @@ class _Reader:
             factors = balance_factors(query_rms.square().mean(1, keepdim=True).sqrt(), key_rms)
             q = _scale_rows(q, factors.expand_as(query_rms).flatten())
             k = _scale_rows(k, 1 / factors.flatten())
-        return self.pack(q, k, v), q_norm, k_norm
+        return q, k, v, q_norm, k_norm
 
     def projection(self, name: str, out_size: int, in_size: int, has_bias: bool) -> Projection:
         bias = self.checkpoint.take(f"{name}.bias", (out_size,), self.dtype) if has_bias else None

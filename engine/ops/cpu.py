@@ -253,14 +253,16 @@ def decoder(
     layers: Sequence[Layer],
     final_norm: torch.Tensor,
     rotations: Sequence[Linear] | None,
+    gated_rotation: Linear | None,
     views: Sequence[KvView],
 ) -> Decoder | None:
     """All layers of a model over one cache as one call, or None where its sizes are none that fill whole words."""
-    sizes = (config.hidden_size, config.intermediate_size, config.head_dim)
+    sizes = [config.hidden_size, config.intermediate_size, config.head_dim]
+    sizes += [] if gated_rotation is None else [gated_rotation.in_features]
     if any(size % 4 for size in sizes) or any(view.k.shape[0] < 1 for view in views):
         return None
     code = _code(final_norm, "final_norm")
-    return Decoder(config, layers, final_norm, rotations, views, _cache_args, code)
+    return Decoder(config, layers, final_norm, rotations, gated_rotation, views, _cache_args, code)
 
 
 def _code(x: torch.Tensor, name: str) -> int:

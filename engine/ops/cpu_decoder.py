@@ -34,6 +34,7 @@ class Decoder:
         layers: Sequence[Layer],
         final_norm: torch.Tensor,
         rotations: Sequence[Any] | None,
+        gated_rotation: Any,
         views: Sequence[KvView],
         cache_args: Callable[[KvView], native.KvCacheArgs],
         dtype_code: int,
@@ -42,7 +43,7 @@ class Decoder:
         if library is None:
             raise ImportError("the native kernels are not built")
         self._run, self._bytes_for = library.twinpool_decoder, library.twinpool_decoder_bytes
-        self._kept_alive = (layers, final_norm, rotations, views)  # what the structures point into
+        self._kept_alive = (layers, final_norm, rotations, gated_rotation, views)  # what the structures point into
         self._layers = (native.LayerArgs * config.num_layers)()
         for args, layer, view in zip(self._layers, layers, views, strict=True):
             for name in ("input_norm", "q_norm", "k_norm", "post_norm"):
@@ -66,6 +67,8 @@ class Decoder:
         )
         if rotations is not None:
             self._args.q_rotation, self._args.k_rotation = (ctypes.pointer(each.args) for each in rotations)
+        if gated_rotation is not None:
+            self._args.gated_rotation = ctypes.pointer(gated_rotation.args)
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._tokens = 0  # that the workspace is large enough for
         self._events: Any = None

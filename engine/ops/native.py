@@ -76,6 +76,7 @@ class DecoderArgs(ctypes.Structure):
         ("final_norm", _POINTER),
         ("q_rotation", _LINEAR),
         ("k_rotation", _LINEAR),
+        ("gated_rotation", _LINEAR),
     )
 
 

@@ -37,6 +37,10 @@ class Linear:
     quantize_inputs: bool = False  # w8a8
 
     @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
     def nbytes(self) -> int:
         """Bytes that one pass over the weight reads."""
         return sum(x.nbytes for x in (self.weight, self.scales, self.bias) if x is not None)

@@ -26,6 +26,7 @@ struct DecoderArgs {
   const LayerArgs* layers;
   const void* final_norm;
   const PackedLinear *q_rotation, *k_rotation;  // null, or [head_dim, head_dim]
+  const PackedLinear* gated_rotation;           // null, or [n, n], where n divides `intermediate`
 };
 
 enum class Kind : int32_t { linear, attention, kv_access, other };
@@ -110,7 +111,13 @@ class Step {
       for_each_row(kernels().silu_mul,
                    SiluMulArgs{d.dtype, gate_up, 2 * d.intermediate * size, d.intermediate, gated}, step.tokens);
     }
-    linear(index, *layer.down, gated, d.intermediate, step.tokens, y);
+    const char* inputs = gated;
+    if (d.gated_rotation) {
+      const int64_t width = d.gated_rotation->in_features;
+      linear(index, *d.gated_rotation, gated, width, step.tokens * d.intermediate / width, gate_up);
+      inputs = gate_up;
+    }
+    linear(index, *layer.down, inputs, d.intermediate, step.tokens, y);
     const bool last = index + 1 == d.num_layers;
     norm(index, y, last ? d.final_norm : d.layers[index + 1].input_norm, last ? step.out : x);
   }
