@@ -14,9 +14,15 @@ from twinpool.sampling import SamplingParams
 class Oracle:
     """Whole prompt in one forward pass, then one token a step, greedy or sampled."""
 
-    def __init__(self, model: Path, *, kv_dtype: str = "int8", block_size: int = 16) -> None:
+    def __init__(self, model: Path, *, kv_dtype: str = "int8", weights: str = "bf16", block_size: int = 16) -> None:
         self.engine = Engine.load(
-            model, dtype="fp32", kv_dtype=kv_dtype, block_size=block_size, memory_bytes=8 << 20, threads=1
+            model,
+            dtype="fp32",
+            kv_dtype=kv_dtype,
+            weights=weights,
+            block_size=block_size,
+            memory_bytes=8 << 20,
+            threads=1,
         )
 
     def answer(self, prompt: Sequence[int], max_tokens: int, **sampling: object) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,6 +28,18 @@ def test_int8_kv_through_the_pools_is_token_identical_to_one_process(shared: Clu
         for prompt in prompts(20, seed=1):
             answer = client.generate(prompt, max_tokens=24, temperature=0, ignore_eos=True)
             assert answer.token_ids == oracle.answer(prompt, 24, ignore_eos=True)
+
+
+@pytest.mark.parametrize("weights", ["w8a16", "w8a8"])
+def test_int8_weights_through_the_pools_are_token_identical_to_one_process(
+    deploy: Callable[..., Cluster], tiny_model: Path, weights: str
+) -> None:
+    cluster, alone = deploy(1, 1, weights=weights), Oracle(tiny_model, weights=weights)
+    with cluster.client() as client:
+        for prompt in prompts(10, seed=1):
+            answer = client.generate(prompt, max_tokens=24, temperature=0, ignore_eos=True)
+            assert answer.token_ids == alone.answer(prompt, 24, ignore_eos=True)
+    cluster.assert_baseline()
 
 
 def test_200_concurrent_prompts_each_equal_their_solo_run(shared: Cluster, oracle: Oracle) -> None:  # C2
