@@ -42,6 +42,26 @@ def test_int8_weights_through_the_pools_are_token_identical_to_one_process(
     cluster.assert_baseline()
 
 
+def test_prefill_in_w8a8_and_decode_in_w8a16_are_paired_and_answer_alike_every_time(
+    deploy: Callable[..., Cluster], tiny_model: Path
+) -> None:
+    cluster = deploy(0, 0)
+    cluster.worker("prefill", "prefill-int8", weights="w8a8")
+    cluster.worker("decode", "decode-int8", weights="w8a16")
+    cluster.wait_ready("prefill-int8", "decode-int8")
+    cluster.wait_workers(2)
+    prefill = Oracle(tiny_model, weights="w8a8")
+    with cluster.client() as client:
+        for prompt in prompts(5, seed=1):
+            first, second = (
+                client.generate(prompt, max_tokens=24, temperature=0, ignore_eos=True).token_ids for _ in range(2)
+            )
+            assert len(first) == 24
+            assert first == second
+            assert first[:1] == prefill.answer(prompt, 1, ignore_eos=True)
+    cluster.assert_baseline()
+
+
 def test_200_concurrent_prompts_each_equal_their_solo_run(shared: Cluster, oracle: Oracle) -> None:  # C2
     asked = prompts(200, seed=2)
     with shared.client(timeout_s=100) as client, ThreadPoolExecutor(32) as threads:
