@@ -178,6 +178,9 @@ class ShmSenderLink(StreamLink):
         self._num_rows = wire.unpack_u32(layout.num_rows)
         if not len(self._offsets) == len(self._num_rows) == len(self._row_bytes):
             raise PeerLost(f"{self.peer} shares {len(self._offsets)} regions; {len(self._row_bytes)} are expected")
+        ends = map(_end, self._offsets, self._num_rows, self._row_bytes)
+        if max(ends, default=0) > layout.size:
+            raise PeerLost(f"{self.peer} places a region outside of the {layout.size} bytes that it shares")
         try:
             self._memory = MappedMemory(descriptor, layout.size)
         except (OSError, ValueError) as exc:
@@ -199,6 +202,10 @@ class ShmSenderLink(StreamLink):
             os.close(self._lifeline)  # only now: this tells the receiver that its rows are safe
             self._lifeline = -1
         super().close()
+
+
+def _end(offset: int, num_rows: int, row_bytes: int) -> int:
+    return offset + num_rows * row_bytes
 
 
 def this_host() -> str:

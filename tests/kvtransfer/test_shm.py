@@ -146,6 +146,24 @@ def test_only_who_has_the_key_gets_the_memory(pair: Pair, monkeypatch: pytest.Mo
     reservation.release()
 
 
+def test_a_layout_that_leaves_the_shared_memory_is_refused_before_a_byte_is_written(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.memory, "offset_of", lambda buffer: pair.memory.num_bytes - buffer.nbytes + 1)
+        receiver = pair.make_receiver(pair.destination)
+    ends = Ends()
+    reservation = receiver.reserve(
+        request_id="r1", attempt=1, rows={"kv": [1]}, timeout_s=60, on_commit=ends, on_failed=ends
+    )
+    push = pair.open(reservation)
+    assert push.closed.wait(PATIENCE_S)
+    assert isinstance(push.error, PeerLost)
+    assert "outside" in push.error.message
+    assert reservation.release()
+    receiver.close()
+
+
 def test_another_user_is_turned_away_by_both_ends(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(sock: object) -> int:
         raise PermissionError("the other end runs as another user")
