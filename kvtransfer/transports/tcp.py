@@ -6,6 +6,7 @@ or EOF), a vanished host by keepalive, a frozen process only by the deadlines of
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import socket
@@ -23,6 +24,9 @@ log = logging.getLogger(__name__)
 
 SCHEME = "tcp"
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # a vanished host is noticed within 25 s
+# Between processes of one host: what is on its way stays in the cache that they share. (The kernel takes this for data
+# and as much again for its own. Over a network it finds out by itself how much the way holds.)
+_LOCAL_SEND_BYTES = 512 << 10
 _WILDCARDS = ("", "0.0.0.0", "::")
 
 
@@ -113,6 +117,9 @@ class TcpLink(StreamLink):
         for option, seconds in _KEEPALIVE.items():
             if hasattr(socket, option):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
+        with contextlib.suppress(OSError):  # gone already: whoever uses it first will see
+            if sock.getsockname()[0] == sock.getpeername()[0]:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_SEND_BYTES)
         super().__init__(sock, peer)
 
     def local_host(self) -> str:
