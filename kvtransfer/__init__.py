@@ -18,6 +18,9 @@ It knows regions (preallocated arrays), rows (fixed-size pieces of them) and byt
  7. The sender's rows are free once `push.closed` is set, the receiver's once `Reservation.release()` has returned True:
     from then on no byte of this transfer can land.
 
+Block sizes and heads may differ: a `Region` says what its rows are made of (layout.py), and a sender whose rows hold
+all that the receiver's do makes them on their way (mapping.py). Otherwise the link is refused with both layouts.
+
 On one host the sender copies the rows straight into the receiver's memory (transports/shm.py): it first asks which rows
 a push may write, and says when it writes no more. Until it has said so, or is gone, `release()` returns False and the
 rows stay in quarantine. A `KvReceiver` offers what it can, best first, and a `KvSender` takes the first that connects.
@@ -29,12 +32,14 @@ deadline (TransferTimeout), a broken link (PeerLost, for all pushes on it), othe
 missing rows and aborts (TransferFailed), another model or cache (Incompatible), another key (Unauthenticated).
 
     region.py, target.py        the nouns                    reservation*.py, receiver.py   decode's side
+    layout.py, mapping.py       rows of one side made from the other's
     wire.py, handshake.py       frames; who may send them    push.py, outbound.py, sender.py   prefill's side
     digest.py, memory.py        row checksums; memory that  transports/   how bytes move: one file each
                                 can be shared                writers.py    who may still write: quarantine
     metrics.py                  what it reports
 """
 
+from kvtransfer.layout import Plane, RowLayout
 from kvtransfer.memory import SharedMemory, cache_memory
 from kvtransfer.metrics import NoMetrics, TransferMetrics
 from kvtransfer.push import Push, PushResult
@@ -48,10 +53,12 @@ __all__ = [
     "KvReceiver",
     "KvSender",
     "NoMetrics",
+    "Plane",
     "Push",
     "PushResult",
     "Region",
     "Reservation",
+    "RowLayout",
     "SharedMemory",
     "TransferMetrics",
     "cache_memory",

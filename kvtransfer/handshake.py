@@ -3,7 +3,9 @@
     sender   -> Hello      protocol, nonce
     receiver -> Challenge  nonce, HMAC(key, "receiver", both nonces)
     sender   -> Identity   fingerprint, regions, the receiver's incarnation, HMAC(key, "sender", both nonces, all of it)
-    receiver -> Welcome, or Refused with the reason
+    receiver -> Welcome    the receiver's regions; or Refused with the reason
+
+Regions may differ in their row layouts as far as one side's rows can be made from the other's (layout.py).
 
 The key never travels and a recorded handshake is of no use. Without a key (empty on both sides) the same frames are
 exchanged and prove nothing.
@@ -21,6 +23,7 @@ from dataclasses import dataclass, field
 import msgpack
 
 from kvtransfer import wire
+from kvtransfer.layout import RowLayout, Shape, check_mappable
 from kvtransfer.region import Region
 from kvtransfer.transports import Link
 from twinpool import errors
@@ -37,16 +40,42 @@ class Party:
     regions: Sequence[Region]
     cluster_key: str = field(repr=False)
 
-    def describe_regions(self) -> tuple[tuple[str, str, int], ...]:
-        return tuple((region.name, region.group, region.row_bytes) for region in self.regions)
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        return tuple(region.shape for region in self.regions)
+
+    def describe_regions(self) -> tuple[wire.RegionList, wire.LayoutList]:
+        """All shapes as they travel."""
+        layouts = list(dict.fromkeys(region.layout for region in self.regions if region.layout is not None))
+        regions = tuple(
+            (each.name, each.group, each.row_bytes, 0 if each.layout is None else 1 + layouts.index(each.layout))
+            for each in self.regions
+        )
+        return regions, tuple(layout.pack() for layout in layouts)
 
     def prove(self, role: str, *transcript: object) -> bytes:
         packed = msgpack.packb([role, *transcript])
         return hmac.digest(self.cluster_key.encode(), packed, hashlib.sha256)
 
 
-def greet(link: Link, me: Party, *, incarnation: bytes, deadline: float) -> None:
-    """The sender's side, to the receiver of that incarnation. Returns when the link may be used.
+def read_shapes(regions: wire.RegionList, layouts: wire.LayoutList) -> tuple[Shape, ...]:
+    """What `describe_regions` of the other side described. Raises wire.Malformed for what contradicts itself."""
+    try:
+        known = [None, *map(RowLayout.unpack, layouts)]
+        shapes = tuple(
+            Shape(name=name, group=group, row_bytes=row_bytes, layout=known[index])
+            for name, group, row_bytes, index in regions
+        )
+    except (ValueError, IndexError) as exc:
+        raise wire.Malformed(f"a row layout that is none: {exc}") from exc
+    for shape in shapes:
+        if shape.layout is not None and shape.layout.row_bytes != shape.row_bytes:
+            raise wire.Malformed(f"region {shape.name!r} has rows of {shape.row_bytes} bytes, which its layout has not")
+    return shapes
+
+
+def greet(link: Link, me: Party, *, incarnation: bytes, deadline: float) -> tuple[Shape, ...]:
+    """The sender's side, to the receiver of that incarnation. Returns, when the link may be used, what it receives.
 
     Raises Unauthenticated, Incompatible or ReservationGone as either side finds; PeerLost, TransferTimeout.
     """
@@ -59,10 +88,12 @@ def greet(link: Link, me: Party, *, incarnation: bytes, deadline: float) -> None
         raise PeerLost(f"{link.peer} answered with {type(challenge).__name__} instead of Challenge")
     if not hmac.compare_digest(challenge.proof, me.prove("receiver", nonce, challenge.nonce)):
         raise Unauthenticated(f"{link.peer} does not hold this process' cluster key: set the same key on all workers")
-    regions = me.describe_regions()
-    proof = me.prove("sender", nonce, challenge.nonce, me.fingerprint, regions, incarnation)
+    regions, layouts = me.describe_regions()
+    proof = me.prove("sender", nonce, challenge.nonce, me.fingerprint, regions, layouts, incarnation)
     link.send(
-        wire.Identity(fingerprint=me.fingerprint, regions=regions, incarnation=incarnation, proof=proof),
+        wire.Identity(
+            fingerprint=me.fingerprint, regions=regions, layouts=layouts, incarnation=incarnation, proof=proof
+        ),
         deadline=deadline,
     )
     answer = link.receive(deadline=deadline).message
@@ -70,6 +101,9 @@ def greet(link: Link, me: Party, *, incarnation: bytes, deadline: float) -> None
         raise refusal(answer)
     if not isinstance(answer, wire.Welcome):
         raise PeerLost(f"{link.peer} answered with {type(answer).__name__} instead of Welcome")
+    shapes = read_shapes(answer.regions, answer.layouts)
+    check_mappable(shapes, me.shapes)
+    return shapes
 
 
 def admit(link: Link, me: Party, *, incarnation: bytes, deadline: float) -> None:
@@ -79,7 +113,8 @@ def admit(link: Link, me: Party, *, incarnation: bytes, deadline: float) -> None
     except (Unauthenticated, Incompatible, ReservationGone) as exc:
         link.send(refused(0, exc), deadline=deadline)
         raise
-    link.send(wire.Welcome(protocol=wire.PROTOCOL), deadline=deadline)
+    regions, layouts = me.describe_regions()
+    link.send(wire.Welcome(protocol=wire.PROTOCOL, regions=regions, layouts=layouts), deadline=deadline)
 
 
 def _check_sender(link: Link, me: Party, incarnation: bytes, deadline: float) -> None:
@@ -101,7 +136,7 @@ def _check_sender(link: Link, me: Party, incarnation: bytes, deadline: float) ->
     identity = link.receive(deadline=deadline).message
     if not isinstance(identity, wire.Identity):
         raise wire.Malformed(f"{type(identity).__name__} instead of Identity")
-    claims = (identity.fingerprint, identity.regions, identity.incarnation)
+    claims = (identity.fingerprint, identity.regions, identity.layouts, identity.incarnation)
     proof = me.prove("sender", hello.nonce, nonce, *claims)
     if not hmac.compare_digest(identity.proof, proof):
         raise Unauthenticated("the sender does not hold the receiver's cluster key: set the same key on all workers")
@@ -110,19 +145,9 @@ def _check_sender(link: Link, me: Party, incarnation: bytes, deadline: float) ->
             "another model, cache layout or version: "
             f"the receiver's fingerprint is {me.fingerprint!r}, the sender's {identity.fingerprint!r}"
         )
-    if identity.regions != me.describe_regions():
-        raise Incompatible(_first_difference(me.describe_regions(), identity.regions))
+    check_mappable(me.shapes, read_shapes(identity.regions, identity.layouts))
     if identity.incarnation != incarnation:
         raise ReservationGone("the receiver has been restarted since it made this reservation")
-
-
-def _first_difference(mine: Sequence[tuple[str, str, int]], theirs: Sequence[tuple[str, str, int]]) -> str:
-    if len(mine) != len(theirs):
-        return f"the receiver has {len(mine)} cache regions, the sender {len(theirs)}"
-    index = next(i for i, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1])
-    return (
-        f"cache region {index} (name, group, row bytes) is {mine[index]} at the receiver, {theirs[index]} at the sender"
-    )
 
 
 def refused(push: int, error: TwinpoolError) -> wire.Refused:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from kvtransfer import handshake, wire
 from kvtransfer.digest import commit_context
+from kvtransfer.mapping import LinkMapping
 from kvtransfer.metrics import TransferMetrics
 from kvtransfer.push import GiveUp, Note, Push, Rows
 from kvtransfer.region import Region
@@ -50,7 +51,7 @@ class Outbound:
     def __init__(
         self,
         peer: str,
-        connect: Callable[[], Link],
+        connect: Callable[[], tuple[Link, LinkMapping | None]],
         regions: Sequence[Region],
         metrics: TransferMetrics,
         on_end: Callable[[Outbound], None],
@@ -59,6 +60,8 @@ class Outbound:
         self._peer = peer
         self._connect = connect
         self._regions = regions
+        self._outgoing = regions  # what frames are sent from: on a mapped link rows made for the receiver
+        self._mapping: LinkMapping | None = None
         self._metrics = metrics
         self._on_end = on_end
         self._lock = threading.Lock()  # guards the next six
@@ -131,7 +134,9 @@ class Outbound:
         error: TwinpoolError = PeerLost(f"the link to {self._peer} was closed by this side")
         link = None
         try:
-            link = self._connect()
+            link, self._mapping = self._connect()
+            if self._mapping is not None:
+                self._outgoing = self._mapping.regions
             with self._lock:
                 self._link = link
             self._pump(link)
@@ -197,6 +202,8 @@ class Outbound:
             if item is None:
                 self._pushes[push.number] = push
                 self._queues[push.number] = deque()
+                if self._mapping is not None:
+                    push.collected = self._mapping.collect(push.target.spans)
                 if link.one_sided and not push.is_granted():
                     self._claim(push)
             elif push.number not in self._pushes:
@@ -204,11 +211,23 @@ class Outbound:
             elif isinstance(item, GiveUp):
                 self._give_up(push, item.error)
             else:
-                queue = self._queues[push.number]
-                if not queue and self._may_send(link, push):
-                    self._turns.append(push.number)
-                queue.append(item)
-                self._count_queued(len(item.rows) if isinstance(item, Rows) else 0)
+                self._queue(link, push, item)
+
+    def _queue(self, link: Link, push: Push, item: Rows | Note) -> None:
+        if isinstance(item, Rows):
+            try:
+                accepted = push.accept(item)
+            except TransferFailed as exc:
+                self._give_up(push, exc)
+                return
+            if accepted is None:
+                return
+            item = accepted
+            self._count_queued(len(item.rows))
+        queue = self._queues[push.number]
+        if not queue and self._may_send(link, push):
+            self._turns.append(push.number)
+        queue.append(item)
 
     def _send_some(self, link: Link) -> bool:
         """Goes on with the frame begun, or begins the next. True when there is more to send without waiting."""
@@ -255,8 +274,8 @@ class Outbound:
         return False
 
     def _begin_put(self, link: Link, push: Push, item: Rows) -> bool:
-        region = self._regions[item.region]
-        size = min(wire.MAX_ROWS_PER_PUT, max(1, FRAME_BYTES // region.row_bytes))
+        region = self._outgoing[item.region]
+        size = min(wire.MAX_ROWS_PER_PUT, region.num_rows, max(1, FRAME_BYTES // region.row_bytes))
         positions, rows = item.positions[:size], item.rows[:size]
         if len(item.rows) > size:
             self._queues[push.number].appendleft(Rows(item.region, item.positions[size:], item.rows[size:]))
@@ -265,6 +284,8 @@ class Outbound:
         if repeated is not None:
             self._give_up(push, TransferFailed(f"position {repeated} of region {region.name!r} was put twice"))
             return False
+        if self._mapping is not None and push.collected is not None:
+            rows = self._mapping.gather(push.collected, item.region, positions)
         sources = [region.row(row) for row in rows]
         put = wire.Put(
             push=push.number,

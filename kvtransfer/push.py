@@ -16,6 +16,7 @@ from kvtransfer.target import Span, Target
 from twinpool.errors import TransferFailed, TwinpoolError
 
 if TYPE_CHECKING:
+    from kvtransfer.mapping import Collected
     from kvtransfer.outbound import Outbound
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,10 @@ class PushResult:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Descriptor of rows that may travel; the rows themselves stay where they are until they do."""
+    """Descriptor of rows that may travel; the rows themselves stay where they are until they do.
+
+    Of a mapped push, once it is queued: both are positions, and the rows are gathered when they travel.
+    """
 
     region: int
     positions: tuple[int, ...]
@@ -79,6 +83,7 @@ class Push:
         self.manifest = Manifest(self._span(region).size for region in regions)
         self.is_committed = False  # the commit is on its way
         self.granted: dict[str, list[int]] = {group: [] for group in target.spans}  # rows of the receiver, if one-sided
+        self.collected: Collected | None = None  # on a mapped link, which puts are complete
         self.num_bytes = 0
         self.num_rows = 0
         self.first_put_at: float | None = None
@@ -96,7 +101,8 @@ class Push:
     def put(self, region: int, positions: Sequence[int], rows: Sequence[int]) -> None:
         """Rows `rows` of region number `region` are final: they go to `positions` of the reservation.
 
-        Positions that the receiver holds already are left out. The caller keeps the rows unchanged until `closed`.
+        positions: in rows of this side, should the receiver's hold more or fewer tokens (mapping.py).
+        What the receiver holds already is left out. The caller keeps the rows unchanged until `closed`.
         A push that has failed ignores it. Raises ValueError for rows that do not exist here.
         """
         source = self._regions[region]
@@ -105,21 +111,29 @@ class Push:
                 f"{len(rows)} rows for {len(positions)} positions; "
                 f"region {source.name!r} has rows 0 to {source.num_rows - 1}"
             )
+        if rows:
+            self._outbound.enqueue(self, Rows(region, tuple(positions), tuple(rows)))
+
+    def accept(self, item: Rows) -> Rows | None:
+        """What of `item`, and of what was put before, can travel now, in positions of the receiver; None: nothing.
+
+        Called by the link's thread. Raises TransferFailed for positions that the reservation does not have.
+        """
+        if self.collected is not None:
+            complete = tuple(self.collected.add(item.region, item.positions, item.rows))
+            return Rows(item.region, complete, complete) if complete else None
+        source = self._regions[item.region]
         span = self._span(source)
-        if positions and not 0 <= min(positions) <= max(positions) < span.size:
-            self._outbound.enqueue(
-                self,
-                GiveUp(
-                    TransferFailed(
-                        f"positions {min(positions)} to {max(positions)} of region {source.name!r} do not fit "
-                        f"into the {span.size} rows that were reserved"
-                    )
-                ),
+        low, high = min(item.positions), max(item.positions)
+        if not 0 <= low <= high < span.size:
+            raise TransferFailed(
+                f"positions {low} to {high} of region {source.name!r} do not fit into the {span.size} rows that were "
+                "reserved"
             )
-            return
-        wanted = [(position, row) for position, row in zip(positions, rows, strict=True) if position >= span.first]
-        if wanted:
-            self._outbound.enqueue(self, Rows(region, *zip(*wanted, strict=True)))
+        if low >= span.first:
+            return item
+        wanted = [each for each in zip(item.positions, item.rows, strict=True) if each[0] >= span.first]
+        return Rows(item.region, *zip(*wanted, strict=True)) if wanted else None
 
     def commit(self, note: bytes, on_done: Callable[[PushResult], None]) -> None:
         """After the last put. `on_done` is called once: by the link's thread, or in here when the push has ended.

@@ -148,12 +148,15 @@ class KvReceiver:
         on_failed: Callable[[TransferFailed], None],
         on_fenced: Callable[[], None] = lambda: None,
         expected_from: Mapping[str, int] | None = None,
+        tokens: Mapping[str, int] | None = None,
     ) -> Reservation:
         """Sets `rows` aside for one push of this request and attempt, for `timeout_s` seconds.
 
         rows: for every group the row ids in order of absolute position in the sequence.
         expected_from: for a group the first position that has to come (default 0); rows below it hold their data
         already and are never written.
+        tokens: for a group whose rows have a layout, how many tokens they hold in all (default: as many as fit);
+        senders with other block sizes put theirs accordingly.
         on_fenced: called once, if ever, after a `release` that returned False.
         Raises Overloaded when too many are open, InvalidRequest for an id that cannot travel, ValueError for rows that
         do not exist.
@@ -165,12 +168,14 @@ class KvReceiver:
             )
         first = dict(expected_from or {})
         self._check_rows(rows, first)
+        self._check_tokens(rows, tokens or {})
         reservation = Reservation(
             regions=self._regions,
             request_id=request_id,
             attempt=attempt,
             rows={group: tuple(ids) for group, ids in rows.items()},
             expected_from=first,
+            tokens=tokens or {},
             timeout_s=timeout_s,
             on_commit=on_commit,
             on_failed=on_failed,
@@ -210,6 +215,13 @@ class KvReceiver:
         for group, position in first.items():
             if not 0 <= position <= len(rows.get(group, ())):
                 raise ValueError(f"expected_from[{group!r}] is {position}, beyond the {len(rows.get(group, ()))} rows")
+
+    def _check_tokens(self, rows: Mapping[str, Sequence[int]], tokens: Mapping[str, int]) -> None:
+        for group, count in tokens.items():
+            block = next((each.layout.tokens for each in self._regions if each.group == group and each.layout), None)
+            size = len(rows.get(group, ()))
+            if block is None or -(-count // block) != size:
+                raise ValueError(f"{count} tokens do not take {size} rows of group {group!r}, which hold {block} each")
 
     def _accept(self, link: Link) -> None:
         thread = threading.Thread(target=self._serve, args=(link,), name=f"kv-receive {link.peer}", daemon=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kvtransfer.layout import MAX_LAYOUTS, RowLayout, Shape
+
 MAX_REGIONS = 1024
 MAX_NAME_CHARS = 24  # so that the list of all regions fits into one header
 
@@ -15,6 +17,7 @@ class Region:
 
     buffer: writable, C-contiguous, of any item type and shape; kept as flat bytes. It must outlive the region.
     group: regions of one group share row ids: what owns row 7 of one owns row 7 of all.
+    layout: what a row is made of, for peers that cut their caches differently; None: rows are opaque.
     Raises ValueError when the buffer cannot serve.
     """
 
@@ -22,6 +25,7 @@ class Region:
     group: str
     buffer: memoryview
     row_bytes: int
+    layout: RowLayout | None = None
 
     def __post_init__(self) -> None:
         if self.buffer.readonly or not self.buffer.c_contiguous:
@@ -30,7 +34,15 @@ class Region:
             raise ValueError(
                 f"region {self.name!r}: {self.buffer.nbytes} bytes are not a whole number of {self.row_bytes}-byte rows"
             )
+        if self.layout is not None and self.layout.row_bytes != self.row_bytes:
+            raise ValueError(
+                f"region {self.name!r}: a row of {self.layout} has {self.layout.row_bytes} bytes, not {self.row_bytes}"
+            )
         object.__setattr__(self, "buffer", self.buffer.cast("B"))
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(name=self.name, group=self.group, row_bytes=self.row_bytes, layout=self.layout)
 
     @property
     def num_rows(self) -> int:
@@ -60,7 +72,10 @@ def check_regions(regions: Sequence[Region]) -> tuple[Region, ...]:
     """The regions of one process, or ValueError where they contradict each other."""
     if not 0 < len(regions) <= MAX_REGIONS:
         raise ValueError(f"{len(regions)} regions; 1 to {MAX_REGIONS} can be transferred")
+    if len({region.layout for region in regions}) > MAX_LAYOUTS:
+        raise ValueError(f"the regions have more than {MAX_LAYOUTS} row layouts")
     rows_of_group: dict[str, Region] = {}
+    tokens_of_group: dict[str, int] = {}
     names: set[str] = set()
     for region in regions:
         if max(len(region.name), len(region.group)) > MAX_NAME_CHARS:
@@ -73,5 +88,11 @@ def check_regions(regions: Sequence[Region]) -> tuple[Region, ...]:
             raise ValueError(
                 f"regions {peer.name!r} and {region.name!r} share group {region.group!r} "
                 f"but hold {peer.num_rows} and {region.num_rows} rows"
+            )
+        tokens = None if region.layout is None else region.layout.tokens
+        if tokens is not None and tokens_of_group.setdefault(region.group, tokens) != tokens:
+            raise ValueError(
+                f"region {region.name!r} has {tokens} tokens a row, others of group {region.group!r} "
+                f"{tokens_of_group[region.group]}"
             )
     return tuple(regions)

@@ -83,6 +83,7 @@ class Reservation:
         attempt: int,
         rows: Mapping[str, tuple[int, ...]],
         expected_from: Mapping[str, int],
+        tokens: Mapping[str, int],
         timeout_s: float,
         on_commit: Callable[[Commit], None],
         on_failed: Callable[[TransferFailed], None],
@@ -99,6 +100,7 @@ class Reservation:
         self._regions = regions
         self._rows = rows
         self._first = expected_from
+        self._tokens = tokens
         self._on_commit = on_commit
         self._on_failed = on_failed
         self._on_fenced = on_fenced
@@ -115,7 +117,10 @@ class Reservation:
         self._manifest = Manifest(len(rows.get(region.group, ())) for region in regions)
 
     def spans(self) -> dict[str, Span]:
-        return {group: Span(first=self._first.get(group, 0), size=len(rows)) for group, rows in self._rows.items()}
+        return {
+            group: Span(first=self._first.get(group, 0), size=len(rows), tokens=self._tokens.get(group, 0))
+            for group, rows in self._rows.items()
+        }
 
     def release(self) -> bool:
         """Gives the rows back to their owner. True: no byte of this reservation can land any more.

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtransfer import handshake, transports
+from kvtransfer.mapping import LinkMapping
 from kvtransfer.metrics import NoMetrics, TransferMetrics
 from kvtransfer.outbound import Outbound
 from kvtransfer.push import Push
 from kvtransfer.region import Region, check_regions
 from kvtransfer.target import Target
 from kvtransfer.transports import Link
-from twinpool.errors import PeerLost, ReservationGone, TransferFailed
+from twinpool.errors import Incompatible, PeerLost, ReservationGone, TransferFailed
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class KvSender:
     def _new_link(self, receiver: _Receiver, deadline: float) -> Outbound:
         connect_by = min(deadline, time.monotonic() + CONNECT_TIMEOUT_S)
 
-        def connect() -> Link:
+        def connect() -> tuple[Link, LinkMapping | None]:
             return self._connect_best(receiver, connect_by)
 
         def forget(ended: Outbound) -> None:
@@ -106,29 +107,44 @@ class KvSender:
 
         return Outbound(receiver.name, connect, self._regions, self._metrics, forget)
 
-    def _connect_best(self, receiver: _Receiver, deadline: float) -> Link:
+    def _connect_best(self, receiver: _Receiver, deadline: float) -> tuple[Link, LinkMapping | None]:
         """A link over the first endpoint that works, in the receiver's order; the log says which and why."""
-        failures: list[PeerLost] = []
+        failures: list[PeerLost | Incompatible] = []
         for endpoint in receiver.endpoints:
             try:
-                link = self._connect(endpoint, receiver.incarnation, deadline)
-            except PeerLost as exc:
+                link, mapping = self._connect(endpoint, receiver.incarnation, deadline)
+            except (PeerLost, _CannotMap) as exc:
                 failures.append(exc)
                 continue
             reasons = "".join(f"; {failure.message}" for failure in failures)
             log.info("KV rows for %s go over %s%s", receiver.name, _scheme(endpoint), reasons)
-            return link
+            if mapping is not None:
+                log.info("KV rows for %s are mapped: %s", receiver.name, mapping)
+            return link, mapping
         raise failures[-1]
 
-    def _connect(self, endpoint: str, incarnation: bytes, deadline: float) -> Link:
-        link = self._transports[_scheme(endpoint)].connect(endpoint, deadline=deadline)
+    def _connect(self, endpoint: str, incarnation: bytes, deadline: float) -> tuple[Link, LinkMapping | None]:
+        transport, mapping = self._transports[_scheme(endpoint)], None
+        link = transport.connect(endpoint, deadline=deadline)
         try:
-            handshake.greet(link, self._party, incarnation=incarnation, deadline=deadline)
+            shapes = handshake.greet(link, self._party, incarnation=incarnation, deadline=deadline)
+            if shapes != self._party.shapes:
+                if not transport.caps.any_source:
+                    raise _CannotMap(
+                        f"KV transport {_scheme(endpoint)!r} sends from the cache memory only, and {link.peer} cuts "
+                        "its rows differently: set the same block size and tensor-parallel size, or choose tcp or shm"
+                    )
+                mapping = LinkMapping(self._regions, shapes)
+                link.expect([shape.row_bytes for shape in shapes])
             link.attach(deadline=deadline)
         except BaseException:
             link.close()
             raise
-        return link
+        return link, mapping
+
+
+class _CannotMap(Incompatible):
+    """This transport cannot; another may."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,20 @@ from twinpool.errors import InvalidRequest
 
 MAX_TARGET_BYTES = 16 << 10
 MAX_POSITIONS = 1 << 18  # rows of one group in one reservation
-_VERSION = 1
+MAX_TOKENS = 1 << 31  # of one sequence
+_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Positions of one group that a push fills: `first` to `size` - 1; the receiver holds what is below."""
+    """Positions of one group that a push fills: `first` to `size` - 1; the receiver holds what is below.
+
+    tokens: of the sequence, which need not fill the last position; 0: they do. Senders of other block sizes need it.
+    """
 
     first: int
     size: int
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +41,7 @@ class Target:
     spans: Mapping[str, Span]
 
     def encode(self) -> bytes:
-        spans = {group: [span.first, span.size] for group, span in self.spans.items()}
+        spans = {group: [span.first, span.size, span.tokens] for group, span in self.spans.items()}
         packed: bytes = msgpack.packb(
             [_VERSION, self.endpoints, self.incarnation, self.token, self.request_id, self.attempt, spans]
         )
@@ -58,7 +63,9 @@ class Target:
                 token=token,
                 request_id=request_id,
                 attempt=attempt,
-                spans={group: Span(first=first, size=size) for group, (first, size) in spans.items()},
+                spans={
+                    group: Span(first=first, size=size, tokens=tokens) for group, (first, size, tokens) in spans.items()
+                },
             )
         except (ValueError, TypeError, AttributeError, RecursionError, msgpack.UnpackException) as exc:
             raise InvalidRequest("the transfer target cannot be read", field="transfer_target") from exc
@@ -82,6 +89,8 @@ class Target:
                 and type(span.first) is int
                 and type(span.size) is int
                 and 0 <= span.first <= span.size <= MAX_POSITIONS
+                and type(span.tokens) is int
+                and 0 <= span.tokens <= MAX_TOKENS
                 for group, span in self.spans.items()
             )
         )

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, get_args
 import msgpack
 
 from kvtransfer.digest import DIGEST_BYTES
+from kvtransfer.layout import MAX_LAYOUTS, PackedLayout, is_packed_layout
 from kvtransfer.region import MAX_NAME_CHARS, MAX_REGIONS
 
 PROTOCOL = 2
@@ -75,10 +76,21 @@ def _is_region_list(value: Any) -> bool:
         type(value) is tuple
         and len(value) <= MAX_REGIONS
         and all(
-            type(item) is tuple and len(item) == 3 and tuple(map(type, item)) == (str, str, int) and item[2] > 0
+            type(item) is tuple
+            and tuple(map(type, item)) == (str, str, int, int)
+            and item[2] > 0
+            and 0 <= item[3] <= MAX_LAYOUTS
             for item in value
         )
     )
+
+
+def _is_layout_list(value: Any) -> bool:
+    return type(value) is tuple and len(value) <= MAX_LAYOUTS and all(map(is_packed_layout, value))
+
+
+RegionList = tuple[tuple[str, str, int, int], ...]  # name, group, row bytes, place in the list of layouts, 0 for none
+LayoutList = tuple[PackedLayout, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,17 +117,20 @@ class Identity:
 
     KIND: ClassVar[int] = 3
     fingerprint: str = _text(256)
-    regions: tuple[tuple[str, str, int], ...] = _field(_is_region_list)  # name, group, row bytes
+    regions: tuple[tuple[str, str, int, int], ...] = _field(_is_region_list)
+    layouts: tuple[PackedLayout, ...] = _field(_is_layout_list)
     incarnation: bytes = _exactly(INCARNATION_BYTES)  # of the receiver that made the target
     proof: bytes = _exactly(PROOF_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """Receiver to sender: the link may be used."""
+    """Receiver to sender: the link may be used, with rows like these."""
 
     KIND: ClassVar[int] = 4
     protocol: int = _uint(16)
+    regions: tuple[tuple[str, str, int, int], ...] = _field(_is_region_list)
+    layouts: tuple[PackedLayout, ...] = _field(_is_layout_list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,7 @@ class Caps:
     one_sided: bool  # the sender writes into the receiver's memory
     fences_on_close: bool  # closing the link makes late bytes impossible
     sees_dead_peer: bool  # a killed peer is noticed at once, without a lease
+    any_source: bool = False  # rows may be sent from memory that was not registered, and of the receiver's sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,9 @@ class Link(Protocol):
 
     def attach(self, *, deadline: float) -> None:
         """The sender's part after the handshake: takes it."""
+
+    def expect(self, row_bytes: Sequence[int]) -> None:
+        """The sender's part between handshake and `attach`, where caps.any_source: the receiver's rows, by region."""
 
     def write(self, region: int, rows: Sequence[int], sources: Sequence[memoryview], *, deadline: float) -> list[int]:
         """One-sided links: copies each of `sources` to its row of the receiver's region; done when it returns.

@@ -44,7 +44,7 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class ShmTransport:
-    caps = Caps(one_sided=True, fences_on_close=False, sees_dead_peer=True)
+    caps = Caps(one_sided=True, fences_on_close=False, sees_dead_peer=True, any_source=True)
 
     def __init__(self) -> None:
         self._memory: SharedMemory | None = None
@@ -154,6 +154,9 @@ class ShmSenderLink(StreamLink):
         self._lifeline = -1
         self._offsets: tuple[int, ...] = ()
         self._num_rows: tuple[int, ...] = ()
+
+    def expect(self, row_bytes: Sequence[int]) -> None:
+        self._row_bytes = list(row_bytes)
 
     def attach(self, *, deadline: float) -> None:
         self._wait(select.POLLIN, deadline)

@@ -190,6 +190,9 @@ class StreamLink:
     def share(self, *, deadline: float) -> None:
         """Rows travel in band: there is nothing to share."""
 
+    def expect(self, row_bytes: Sequence[int]) -> None:
+        """Every frame says how long it is."""
+
     def attach(self, *, deadline: float) -> None:
         """Rows travel in band: there is nothing to attach to."""
 

@@ -31,7 +31,7 @@ _WILDCARDS = ("", "0.0.0.0", "::")
 
 
 class TcpTransport:
-    caps = Caps(one_sided=False, fences_on_close=True, sees_dead_peer=True)
+    caps = Caps(one_sided=False, fences_on_close=True, sees_dead_peer=True, any_source=True)
 
     def __init__(self, certificates: Certificates | None = None) -> None:
         """certificates: for TLS on every connection, in both directions; None: plain text."""

@@ -49,7 +49,10 @@ def test_another_fingerprint_is_refused_with_both(pair: Pair) -> None:
     ("shape", "reason"),
     [
         ({"num_layers": 2}, "3 cache regions, the sender 2"),
-        ({"row_bytes": 500}, r"'layer.0', 'kv', 1000\) at the receiver, \('layer.0', 'kv', 500\)"),
+        (
+            {"row_bytes": 500},
+            "opaque rows of 1000 bytes at the receiver, 'layer.0' in group 'kv': opaque rows of 500 bytes",
+        ),
     ],
 )
 def test_other_regions_are_refused_with_the_first_difference(pair: Pair, shape: dict[str, int], reason: str) -> None:
@@ -109,7 +112,8 @@ def test_a_sender_that_cannot_prove_the_key_is_refused(pair: Pair, raw: RawSende
     sender.link.send(
         wire.Identity(
             fingerprint=FINGERPRINT,
-            regions=tuple((region.name, region.group, region.row_bytes) for region in pair.source),
+            regions=tuple((region.name, region.group, region.row_bytes, 0) for region in pair.source),
+            layouts=(),
             incarnation=sender.target.incarnation,
             proof=challenge.proof,  # the receiver's own, reflected
         ),

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.target import MAX_POSITIONS, Span, Target
+from kvtransfer.target import MAX_POSITIONS, MAX_TOKENS, Span, Target
 from twinpool.errors import InvalidRequest
 
-GOOD: list[Any] = [1, ["tcp://h:1"], bytes(16), bytes(range(16)), "r1", 3, {"kv": [2, 7]}]
+GOOD: list[Any] = [2, ["tcp://h:1"], bytes(16), bytes(range(16)), "r1", 3, {"kv": [2, 7, 100]}]
 
 
 def test_a_target_survives_its_journey() -> None:
@@ -21,7 +21,7 @@ def test_a_target_survives_its_journey() -> None:
         token=bytes(range(16)),
         request_id="r1",
         attempt=3,
-        spans={"kv": Span(first=2, size=7)},
+        spans={"kv": Span(first=2, size=7, tokens=100)},
     )
     assert Target.decode(target.encode()) == target
     assert Target.decode(msgpack.packb(GOOD)) == target
@@ -30,7 +30,8 @@ def test_a_target_survives_its_journey() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        (0, 2),
+        (0, 1),
+        (0, 3),
         (1, [1]),
         (1, 5),
         (2, bytes(15)),
@@ -43,12 +44,16 @@ def test_a_target_survives_its_journey() -> None:
         (5, "3"),
         (5, True),
         (6, []),
-        (6, {"kv": [7, 2]}),
-        (6, {"kv": [-1, 2]}),
-        (6, {"kv": [0, MAX_POSITIONS + 1]}),
+        (6, {"kv": [7, 2, 0]}),
+        (6, {"kv": [-1, 2, 0]}),
+        (6, {"kv": [0, MAX_POSITIONS + 1, 0]}),
         (6, {"kv": [0]}),
-        (6, {"kv": [0.0, 1.0]}),
-        (6, {1: [0, 1]}),
+        (6, {"kv": [0, 1]}),
+        (6, {"kv": [0.0, 1.0, 0]}),
+        (6, {"kv": [0, 1, -1]}),
+        (6, {"kv": [0, 1, 2.0]}),
+        (6, {"kv": [0, 1, MAX_TOKENS + 1]}),
+        (6, {1: [0, 1, 0]}),
     ],
 )
 def test_damaged_targets_are_refused(field: int, value: object) -> None:

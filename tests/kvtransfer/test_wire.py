@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer import wire
+from kvtransfer.layout import MAX_LAYOUTS, MAX_PLANES
 
 PUT_FIELDS: list[Any] = [7, bytes(range(16)), "r1", 2, 3, struct.pack("<2I", 5, 6), struct.pack("<2Q", 8, 2**64 - 1)]
 
@@ -19,7 +20,14 @@ blobs = {size: st.binary(min_size=size, max_size=size) for size in (16, 32)}
 u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
 ids = st.text(max_size=wire.MAX_REQUEST_ID_CHARS)
 owners = {"push": u64, "token": blobs[16], "request_id": ids, "attempt": u32}
-region_lists = st.lists(st.tuples(st.text(max_size=24), st.text(max_size=24), st.integers(1, 2**40)), max_size=5)
+region_lists = st.lists(
+    st.tuples(st.text(max_size=24), st.text(max_size=24), st.integers(1, 2**40), st.integers(0, MAX_LAYOUTS)),
+    max_size=5,
+).map(tuple)
+layout_lists = st.lists(
+    st.tuples(u32, u16, u16, st.lists(st.tuples(u32, st.booleans()), max_size=MAX_PLANES).map(tuple)),
+    max_size=MAX_LAYOUTS,
+).map(tuple)
 
 
 @st.composite
@@ -42,11 +50,12 @@ messages = st.one_of(
     st.builds(
         wire.Identity,
         fingerprint=st.text(max_size=64),
-        regions=region_lists.map(tuple),
+        regions=region_lists,
+        layouts=layout_lists,
         incarnation=blobs[16],
         proof=blobs[32],
     ),
-    st.builds(wire.Welcome, protocol=u16),
+    st.builds(wire.Welcome, protocol=u16, regions=region_lists, layouts=layout_lists),
     puts(),
     st.builds(wire.Commit, **owners, counts=st.lists(u32, max_size=20).map(wire.pack_u32), digest=blobs[16]),
     st.builds(wire.Abort, **owners, reason=st.text(max_size=100)),
@@ -221,11 +230,13 @@ def test_the_largest_headers_fit_into_their_limit() -> None:
     )
     identity = wire.Identity(
         fingerprint="f" * 256,
-        regions=(("n" * 24, "g" * 24, 2**40),) * wire.MAX_REGIONS,
+        regions=(("n" * 24, "g" * 24, 2**40, MAX_LAYOUTS),) * wire.MAX_REGIONS,
+        layouts=((2**16, 2**12, 2**12, ((2**20, True),) * MAX_PLANES),) * MAX_LAYOUTS,
         incarnation=bytes(16),
         proof=bytes(32),
     )
-    for message in (put, identity):
+    welcome = wire.Welcome(protocol=1, regions=identity.regions, layouts=identity.layouts)
+    for message in (put, identity, welcome):
         assert parse(wire.encode(message)) == (message, 0)
 
 
