@@ -24,7 +24,7 @@ from engine.batch import Batch, BatchItem
 from engine.engine import Engine
 from engine.kv_cache import KvCache
 from engine.sampling import Sampled, SampleRow
-from kvtransfer import Commit, KvReceiver, Region, Reservation
+from kvtransfer import Commit, KvReceiver, Plane, Region, Reservation, RowLayout
 from service.inbox import Inbox
 from twinpool.errors import Internal, TransferFailed, Unavailable
 
@@ -36,8 +36,11 @@ WAITING_S = 0.05  # the same while requests wait for rows, which they may not do
 
 def regions(cache: KvCache) -> list[Region]:
     """The cache as kvtransfer sees it: one region a layer, all in the group "kv"."""
+    row = cache.layout
+    planes = tuple(Plane(item_bytes=size) for size in row.item_bytes)
+    layout = RowLayout(tokens=row.block_size, num_heads=row.num_kv_heads, planes=planes)
     return [
-        Region(name=f"layer.{i}", group="kv", buffer=buffer.numpy().data, row_bytes=cache.layout.row_bytes)
+        Region(name=f"layer.{i}", group="kv", buffer=buffer.numpy().data, row_bytes=row.row_bytes, layout=layout)
         for i, buffer in enumerate(cache.buffers)
     ]
 
@@ -186,6 +189,7 @@ class Worker:
             request_id=request.request_id,
             attempt=request.attempt,
             rows={"kv": block_ids},
+            tokens={"kv": len(request.token_ids)},
             timeout_s=timeout_s,
             on_commit=lambda commit: self._inbox.put(partial(self._committed, generation, commit)),
             on_failed=lambda error: self._inbox.put(partial(self._scheduler.transfer_failed, generation, error)),

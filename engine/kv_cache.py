@@ -34,6 +34,12 @@ class KvLayout:
     kv_dtype: str  # a key of KV_DTYPES
 
     @property
+    def item_bytes(self) -> tuple[int, ...]:
+        """The planes of a row, in order: bytes for each KV head and token."""
+        head = self.head_dim * KV_DTYPES[self.kv_dtype].itemsize
+        return (head, head, 2, 2) if self.kv_dtype == "int8" else (head, head)
+
+    @property
     def _plane_bytes(self) -> int:
         return self.num_kv_heads * self.block_size * self.head_dim * KV_DTYPES[self.kv_dtype].itemsize
 
@@ -51,10 +57,13 @@ class KvLayout:
         return self.num_layers * self.row_bytes
 
     def describe(self) -> str:
-        """Everything two caches must agree on to exchange rows, as one line (part of the fingerprint)."""
+        """Everything two caches must agree on to exchange rows, as one line (part of the fingerprint).
+
+        The block size is not: kvtransfer makes rows of one size from those of another.
+        """
         return (
             f"layers={self.num_layers} kv_heads={self.num_kv_heads} head_dim={self.head_dim} "
-            f"block={self.block_size} dtype={self.kv_dtype} order=head-major/v1"
+            f"dtype={self.kv_dtype} order=head-major/v1"
             f"{' scales=token-head-fp16 keys=balanced-hadamard/v1' if self.kv_dtype == 'int8' else ''}"
         )
 

@@ -29,7 +29,7 @@ from engine.batch import Batch, BatchItem
 from engine.engine import Engine
 from engine.kv_cache import KvCache
 from engine.sampling import Sampled, SampleRow, prompt_logprobs
-from kvtransfer import KvSender, Push, PushResult, Region
+from kvtransfer import KvSender, Plane, Push, PushResult, Region, RowLayout
 from prefill.metrics import PrefillMetrics
 from prefill.request import Chunk, Event, Finished, FirstTokens, Request, Sequence, Transferred
 from prefill.scheduler import BatchLimits, Scheduler
@@ -49,8 +49,11 @@ MOST_PREFIXES = 4096  # blocks that routers are told of
 
 def regions(cache: KvCache) -> list[Region]:
     """The cache as kvtransfer sees it: one region a layer, all in the group "kv"."""
+    row = cache.layout
+    planes = tuple(Plane(item_bytes=size) for size in row.item_bytes)
+    layout = RowLayout(tokens=row.block_size, num_heads=row.num_kv_heads, planes=planes)
     return [
-        Region(name=f"layer.{i}", group="kv", buffer=buffer.numpy().data, row_bytes=cache.layout.row_bytes)
+        Region(name=f"layer.{i}", group="kv", buffer=buffer.numpy().data, row_bytes=row.row_bytes, layout=layout)
         for i, buffer in enumerate(cache.buffers)
     ]
 

@@ -158,7 +158,12 @@ class WorkerConfig(ProcessConfig):
     kv_collective_plaintext: bool = option(
         False, help="with TLS, accept that KV rows of --kv-transport collective are not encrypted"
     )
-    block_size: int = option(64, help="tokens in one cache row; the same on every worker", unit="tokens", minimum=1)
+    block_size: int = option(
+        64,
+        help="tokens in one cache row; best the same on every worker, as others are mapped on the way",
+        unit="tokens",
+        minimum=1,
+    )
     memory: Size = option(Size(1 << 30), help="KV cache, beside the weights, or a fraction of the memory", unit="bytes")
     threads: int = option(0, help="compute threads; 0 takes one a core", unit="threads", minimum=0, maximum=1024)
     cores: str = option("", help='CPU cores to run on, as in "0-3,8"; empty: all', unit="cores")
