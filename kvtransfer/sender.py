@@ -113,8 +113,11 @@ class KvSender:
         for endpoint in receiver.endpoints:
             try:
                 link, mapping = self._connect(endpoint, receiver.incarnation, deadline)
-            except (PeerLost, _CannotMap) as exc:
+            except PeerLost as exc:
                 failures.append(exc)
+                continue
+            except _CannotMap as exc:
+                failures.append(Incompatible(exc.message))
                 continue
             reasons = "".join(f"; {failure.message}" for failure in failures)
             log.info("KV rows for %s go over %s%s", receiver.name, _scheme(endpoint), reasons)

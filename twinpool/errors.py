@@ -96,7 +96,7 @@ class Cancelled(TwinpoolError):
 
 
 class Incompatible(TwinpoolError):
-    """Two processes that cannot work together: other weights, cache layout, dtype, block size or version."""
+    """Two processes that cannot work together: other weights, cache layout, dtype or version."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
 

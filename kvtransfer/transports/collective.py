@@ -126,6 +126,9 @@ class CollectiveLink:
     def share(self, *, deadline: float) -> None:
         raise TypeError("only the receiving end shares")
 
+    def expect(self, row_bytes: Sequence[int]) -> None:
+        raise TypeError("rows of other sizes are refused on this link")
+
     def attach(self, *, deadline: float) -> None:
         raise TypeError("only the sending end attaches")
 
@@ -239,6 +242,9 @@ class SendingLink(CollectiveLink):
 
     def fileno(self) -> int:
         return self._control.fileno() if self._events is None else self._events.fileno()
+
+    def expect(self, row_bytes: Sequence[int]) -> None:
+        raise TypeError("rows of other sizes are refused on this link")
 
     def attach(self, *, deadline: float) -> None:
         answer = self._control.receive(deadline=deadline).message

@@ -163,6 +163,9 @@ class EngineReceiverLink(_ControlledLink):
         self._is_shared = True
         self.send(self._layout, deadline=deadline)
 
+    def expect(self, row_bytes: Sequence[int]) -> None:
+        raise TypeError("rows of other sizes are refused on this link")
+
     def attach(self, *, deadline: float) -> None:
         raise TypeError("a receiver attaches to nothing")
 
@@ -254,6 +257,9 @@ class EngineSenderLink(_ControlledLink):
 
     def fenced(self, timeout_s: float) -> bool:
         return True
+
+    def expect(self, row_bytes: Sequence[int]) -> None:
+        raise TypeError("rows of other sizes are refused on this link")
 
     def attach(self, *, deadline: float) -> None:
         shared = self.receive(deadline=deadline).message
