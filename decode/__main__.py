@@ -58,6 +58,7 @@ async def _serve(config: DecodeConfig, stop: asyncio.Event) -> None:
             cluster_key=config.cluster_key,
             transport=config.kv_transport,
             options=_transport_options(config, certificates),
+            lease_s=config.kv_lease,
             memory=memory,
             host=config.kv_host or config.host,
             port=config.kv_port,

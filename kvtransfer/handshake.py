@@ -2,8 +2,8 @@
 
     sender   -> Hello      protocol, nonce
     receiver -> Challenge  nonce, HMAC(key, "receiver", both nonces)
-    sender   -> Identity   fingerprint, regions, the receiver's incarnation, HMAC(key, "sender", both nonces, all of it)
-    receiver -> Welcome    the receiver's regions; or Refused with the reason
+    sender   -> Identity   fingerprint, regions, receiver's incarnation, lease, HMAC(key, "sender", nonces, all of it)
+    receiver -> Welcome    the receiver's regions, the lease that holds, the shorter of both; or Refused with the reason
 
 Regions may differ in their row layouts as far as one side's rows can be made from the other's (layout.py).
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import msgpack
 
-from kvtransfer import wire
+from kvtransfer import lease, wire
 from kvtransfer.layout import RowLayout, Shape, check_mappable
 from kvtransfer.region import Region
 from kvtransfer.transports import Link
@@ -39,6 +39,11 @@ class Party:
     fingerprint: str  # of all that both sides must agree on
     regions: Sequence[Region]
     cluster_key: str = field(repr=False)
+    lease_s: float = lease.LEASE_S
+
+    @property
+    def lease_ms(self) -> int:
+        return round(1000 * self.lease_s)
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -74,8 +79,10 @@ def read_shapes(regions: wire.RegionList, layouts: wire.LayoutList) -> tuple[Sha
     return shapes
 
 
-def greet(link: Link, me: Party, *, incarnation: bytes, deadline: float) -> tuple[Shape, ...]:
-    """The sender's side, to the receiver of that incarnation. Returns, when the link may be used, what it receives.
+def greet(link: Link, me: Party, *, incarnation: bytes, deadline: float) -> tuple[tuple[Shape, ...], float]:
+    """The sender's side, to the receiver of that incarnation. The link may be used when it returns.
+
+    Returns what the receiver's regions look like, and the agreed lease in s.
 
     Raises Unauthenticated, Incompatible or ReservationGone as either side finds; PeerLost, TransferTimeout.
     """
@@ -89,10 +96,15 @@ def greet(link: Link, me: Party, *, incarnation: bytes, deadline: float) -> tupl
     if not hmac.compare_digest(challenge.proof, me.prove("receiver", nonce, challenge.nonce)):
         raise Unauthenticated(f"{link.peer} does not hold this process' cluster key: set the same key on all workers")
     regions, layouts = me.describe_regions()
-    proof = me.prove("sender", nonce, challenge.nonce, me.fingerprint, regions, layouts, incarnation)
+    proof = me.prove("sender", nonce, challenge.nonce, me.fingerprint, regions, layouts, incarnation, me.lease_ms)
     link.send(
         wire.Identity(
-            fingerprint=me.fingerprint, regions=regions, layouts=layouts, incarnation=incarnation, proof=proof
+            fingerprint=me.fingerprint,
+            regions=regions,
+            layouts=layouts,
+            incarnation=incarnation,
+            lease_ms=me.lease_ms,
+            proof=proof,
         ),
         deadline=deadline,
     )
@@ -103,21 +115,27 @@ def greet(link: Link, me: Party, *, incarnation: bytes, deadline: float) -> tupl
         raise PeerLost(f"{link.peer} answered with {type(answer).__name__} instead of Welcome")
     shapes = read_shapes(answer.regions, answer.layouts)
     check_mappable(shapes, me.shapes)
-    return shapes
+    return shapes, min(answer.lease_ms, me.lease_ms) / 1000
 
 
-def admit(link: Link, me: Party, *, incarnation: bytes, deadline: float) -> None:
-    """The receiver's side; `incarnation` is its own. Raises what it refused the sender with, after having told it."""
+def admit(link: Link, me: Party, *, incarnation: bytes, deadline: float) -> float:
+    """The receiver's side; `incarnation` is its own. Returns the agreed lease in s.
+
+    Raises what it refused the sender with, after having told it.
+    """
     try:
-        _check_sender(link, me, incarnation, deadline)
+        identity = _check_sender(link, me, incarnation, deadline)
     except (Unauthenticated, Incompatible, ReservationGone) as exc:
         link.send(refused(0, exc), deadline=deadline)
         raise
     regions, layouts = me.describe_regions()
-    link.send(wire.Welcome(protocol=wire.PROTOCOL, regions=regions, layouts=layouts), deadline=deadline)
+    lease_ms = min(identity.lease_ms, me.lease_ms)
+    welcome = wire.Welcome(protocol=wire.PROTOCOL, regions=regions, layouts=layouts, lease_ms=lease_ms)
+    link.send(welcome, deadline=deadline)
+    return lease_ms / 1000
 
 
-def _check_sender(link: Link, me: Party, incarnation: bytes, deadline: float) -> None:
+def _check_sender(link: Link, me: Party, incarnation: bytes, deadline: float) -> wire.Identity:
     try:
         hello = link.receive(deadline=deadline).message
     except wire.SpeaksTls as exc:
@@ -136,7 +154,7 @@ def _check_sender(link: Link, me: Party, incarnation: bytes, deadline: float) ->
     identity = link.receive(deadline=deadline).message
     if not isinstance(identity, wire.Identity):
         raise wire.Malformed(f"{type(identity).__name__} instead of Identity")
-    claims = (identity.fingerprint, identity.regions, identity.layouts, identity.incarnation)
+    claims = (identity.fingerprint, identity.regions, identity.layouts, identity.incarnation, identity.lease_ms)
     proof = me.prove("sender", hello.nonce, nonce, *claims)
     if not hmac.compare_digest(identity.proof, proof):
         raise Unauthenticated("the sender does not hold the receiver's cluster key: set the same key on all workers")
@@ -148,6 +166,7 @@ def _check_sender(link: Link, me: Party, incarnation: bytes, deadline: float) ->
     check_mappable(me.shapes, read_shapes(identity.regions, identity.layouts))
     if identity.incarnation != incarnation:
         raise ReservationGone("the receiver has been restarted since it made this reservation")
+    return identity
 
 
 def refused(push: int, error: TwinpoolError) -> wire.Refused:

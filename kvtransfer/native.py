@@ -7,10 +7,11 @@ the log says so once.
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +124,12 @@ def sending(head: bytes, rows: Sequence[memoryview]) -> SendingRows | None:
     return None if loaded is None or rows[0].nbytes < MIN_ROW_BYTES else SendingRows(loaded, head, rows)
 
 
-def receive_rows(descriptor: int, rows: Sequence[memoryview]) -> tuple[list[int], list[int]] | None:
+def receive_rows(
+    descriptor: int, rows: Sequence[memoryview], on_silence: Callable[[int], None]
+) -> tuple[list[int], list[int]] | None:
     """Waits for rows and their checksums on a blocking plain stream socket. (checksums computed, checksums sent).
 
+    on_silence(bytes received so far): when the socket's own timeout has passed; it raises, or the wait goes on.
     None where it has to be done in another way. EOFError when the other end has closed, OSError of the socket.
     """
     loaded = library()
@@ -133,7 +137,9 @@ def receive_rows(descriptor: int, rows: Sequence[memoryview]) -> tuple[list[int]
         return None
     computed, sent = (ctypes.c_uint64 * len(rows))(), (ctypes.c_uint64 * len(rows))()
     there = addresses(rows)
-    result = loaded.twinpool_kv_receive(descriptor, ctypes.byref(_stream(there, rows, computed, b"")), sent)
+    stream = _stream(there, rows, computed, b"")
+    while (result := loaded.twinpool_kv_receive(descriptor, ctypes.byref(stream), sent)) == -errno.EAGAIN:
+        on_silence(stream.moved)
     if result < 0:
         raise OSError(-result, os.strerror(-result))
     if not result:

@@ -9,6 +9,7 @@ room, answers, new work or the next deadline, whichever comes first: a slow rece
 from __future__ import annotations
 
 import logging
+import math
 import os
 import select
 import threading
@@ -19,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from kvtransfer import handshake, wire
 from kvtransfer.digest import commit_context
+from kvtransfer.lease import BEATS, PeerSilent
 from kvtransfer.mapping import LinkMapping
 from kvtransfer.metrics import TransferMetrics
 from kvtransfer.push import GiveUp, Note, Push, Rows
@@ -75,13 +77,14 @@ class Outbound:
         self._pushes: dict[int, Push] = {}
         self._queues: dict[int, deque[Rows | Note]] = {}
         self._turns: deque[int] = deque()  # pushes with something queued, each once
-        self._control: deque[wire.Claim | wire.Abort] = deque()  # goes out before any rows
+        self._control: deque[wire.Claim | wire.Abort | wire.Heartbeat] = deque()  # goes out before any rows
         self._queued_rows = 0
         self._in_flight: Push | None = None  # whose rows the frame being sent reads
         self._sending = False
         self._frame_rows: _Frame | None = None  # of the frame being sent
         self._frame_deadline = 0.0
         self._idle_since = time.monotonic()
+        self._heard_at = self._sent_at = math.inf  # last bytes of the receiver, last frame for it; once linked
         self._thread = threading.Thread(target=self._run, name=f"kv-send {peer}", daemon=True)
 
     def start(self, target: Target, deadline: float) -> Push:
@@ -140,6 +143,9 @@ class Outbound:
             with self._lock:
                 self._link = link
             self._pump(link)
+        except PeerSilent as exc:
+            error = PeerLost(exc.message)
+            log.warning("%s", exc.message)
         except TwinpoolError as exc:
             error = exc
         except wire.Malformed as exc:
@@ -176,18 +182,23 @@ class Outbound:
         poll.register(self._wake_read, select.POLLIN)
         poll.register(link.fileno(), select.POLLIN)
         waits_for_room = False
+        self._heard_at = self._sent_at = time.monotonic()
         while not self._closing:
             self._take_inbox(link)
             self._end_late()
+            self._beat(link)
             more = self._send_some(link)
             if self._sending != waits_for_room:
                 waits_for_room = self._sending
                 poll.modify(link.fileno(), select.POLLIN | (select.POLLOUT if waits_for_room else 0))
-            timeout_s = 0.0 if more else self._wait_s()
-            for descriptor, _ in poll.poll(timeout_s * 1000):
-                if descriptor == link.fileno():
+            timeout_s = 0.0 if more else self._wait_s(link)
+            for descriptor, events in poll.poll(timeout_s * 1000):
+                if descriptor == link.fileno() and events != select.POLLOUT:
+                    self._heard_at = time.monotonic()
                     for message in link.receive_ready():
                         self._take_answer(link, message)
+            if time.monotonic() >= self._heard_at + link.lease_s:  # and nothing of it lies unread
+                raise PeerSilent(self._peer, link.lease_s)
             if self._is_idle():
                 return
 
@@ -204,8 +215,7 @@ class Outbound:
                 self._queues[push.number] = deque()
                 if self._mapping is not None:
                     push.collected = self._mapping.collect(push.target.spans)
-                if link.one_sided and not push.is_granted():
-                    self._claim(push)
+                self._claim(push)
             elif push.number not in self._pushes:
                 pass  # it has ended
             elif isinstance(item, GiveUp):
@@ -229,6 +239,11 @@ class Outbound:
             self._turns.append(push.number)
         queue.append(item)
 
+    def _beat(self, link: Link) -> None:
+        """A frame that is being sent says as much, or cannot because the receiver has not read what came before."""
+        if not self._sending and not self._control and time.monotonic() >= self._sent_at + link.lease_s / BEATS:
+            self._control.append(wire.Heartbeat())
+
     def _send_some(self, link: Link) -> bool:
         """Goes on with the frame begun, or begins the next. True when there is more to send without waiting."""
         if not self._sending and not self._begin_frame(link):
@@ -237,6 +252,7 @@ class Outbound:
             return False
         self._sending = False
         frame, self._frame_rows = self._frame_rows, None
+        self._sent_at = time.monotonic()
         push, self._in_flight = self._in_flight, None
         if push is not None:
             if frame is not None:
@@ -252,7 +268,7 @@ class Outbound:
         while self._control or self._turns:
             if self._control:
                 link.start(self._control.popleft())
-                self._frame_deadline = time.monotonic() + FRAME_GRACE_S
+                self._frame_deadline = math.inf  # it holds no rows, and a receiver that is alive but slow will take it
                 self._sending = True
                 return True
             push = self._pushes.get(self._turns.popleft())
@@ -345,6 +361,8 @@ class Outbound:
         if isinstance(message, wire.Granted) and link.one_sided:
             self._take_grant(message)
             return
+        if isinstance(message, wire.Heartbeat):
+            return
         if isinstance(message, wire.Refused) and message.push == 0:
             raise handshake.refusal(message)
         if not isinstance(message, wire.Committed | wire.Refused):
@@ -412,11 +430,11 @@ class Outbound:
             self._queued_rows += rows
             self._metrics.queued(self._peer, self._queued_rows)
 
-    def _wait_s(self) -> float:
+    def _wait_s(self, link: Link) -> float:
         """Until the next thing happens by itself."""
         until = min((push.deadline for push in self._pushes.values()), default=self._idle_since + IDLE_S)
-        if self._sending:
-            until = min(until, self._frame_deadline)
+        until = min(until, self._heard_at + link.lease_s)
+        until = min(until, self._frame_deadline if self._sending else self._sent_at + link.lease_s / BEATS)
         return max(0.0, until - time.monotonic())
 
     def _is_idle(self) -> bool:

@@ -14,8 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from kvtransfer import handshake, transports, wire
+from kvtransfer import handshake, lease, transports, wire
 from kvtransfer.digest import row_checksums
+from kvtransfer.lease import Heartbeats, PeerSilent
 from kvtransfer.memory import SharedMemory
 from kvtransfer.metrics import NoMetrics, TransferMetrics
 from kvtransfer.region import Region, check_regions
@@ -40,6 +41,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 MAX_LINKS = 1024
 REPLY_TIMEOUT_S = 5.0  # a sender that takes no answer for this long is cut off
 CLOSE_TIMEOUT_S = 5.0
+CLAIM_WITHIN_S = 10.0  # or a lease, if that is longer: for a target to reach its sender and that one's claim to come
 FENCE_POLL_S = 0.5  # how often a link that waits for its sender's end looks whether the receiver was closed
 
 
@@ -59,17 +61,24 @@ class KvReceiver:
         port: int = 0,
         advertise: str | None = None,
         max_reservations: int = 4096,
+        lease_s: float = lease.LEASE_S,
+        claim_within_s: float | None = None,
         metrics: TransferMetrics | None = None,
     ) -> None:
         """fingerprint: of everything both sides must agree on; senders with another are refused.
 
         transport: a name, or "auto" for all that this process can offer; memory: what the regions lie in, for "shm".
         advertise: host, or host:port, under which senders reach this process (default: where it listens).
+        lease_s: a sender that is silent for longer is lost (or for less, if the sender says so): 0.1 to 600.
+        claim_within_s: a reservation that no sender has claimed by then expires (default: CLAIM_WITHIN_S).
         """
         self.endpoints: tuple[str, ...] = ()  # best first
         self._regions = check_regions(regions)
         self._num_rows = {region.group: region.num_rows for region in self._regions}
-        self._party = handshake.Party(fingerprint=fingerprint, regions=self._regions, cluster_key=cluster_key)
+        self._party = handshake.Party(
+            fingerprint=fingerprint, regions=self._regions, cluster_key=cluster_key, lease_s=lease.check(lease_s)
+        )
+        self._claim_within_s = max(CLAIM_WITHIN_S, lease_s) if claim_within_s is None else claim_within_s
         self._incarnation = secrets.token_bytes(wire.INCARNATION_BYTES)
         self._is_auto = transport == transports.AUTO
         self._transports = transports.choose(transport, options)
@@ -80,6 +89,7 @@ class KvReceiver:
         self._links: dict[Link, threading.Thread] = {}
         self._links_lock = threading.Lock()
         self._writers = Writers()
+        self._heartbeats = Heartbeats()
         self._listeners: list[Listener] = []
         self._closed = False
 
@@ -98,6 +108,7 @@ class KvReceiver:
         self.endpoints = tuple(listener.endpoint for listener in self._listeners)
         log.info("KV rows are received at %s", ", ".join(self.endpoints))
         self._table.start()
+        self._heartbeats.start()
 
     def _address_of(self, name: str) -> tuple[str, int, str | None]:
         """The last transport gets the port; those that `auto` offers besides take free ones."""
@@ -133,6 +144,7 @@ class KvReceiver:
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         for thread in links.values():
             thread.join(timeout=max(0.0, deadline - time.monotonic()))
+        self._heartbeats.close()
         self._table.close()
         for transport in self._transports.values():
             transport.close()
@@ -150,7 +162,7 @@ class KvReceiver:
         expected_from: Mapping[str, int] | None = None,
         tokens: Mapping[str, int] | None = None,
     ) -> Reservation:
-        """Sets `rows` aside for one push of this request and attempt, for `timeout_s` seconds.
+        """Sets `rows` aside for one push of this request and attempt: `timeout_s` seconds, less if nobody claims it.
 
         rows: for every group the row ids in order of absolute position in the sequence.
         expected_from: for a group the first position that has to come (default 0); rows below it hold their data
@@ -177,6 +189,7 @@ class KvReceiver:
             expected_from=first,
             tokens=tokens or {},
             timeout_s=timeout_s,
+            claim_within_s=self._claim_within_s,
             on_commit=on_commit,
             on_failed=on_failed,
             on_fenced=on_fenced,
@@ -242,10 +255,15 @@ class KvReceiver:
         reason = "the link was closed"
         try:
             deadline = time.monotonic() + handshake.TIMEOUT_S
-            handshake.admit(link, self._party, incarnation=self._incarnation, deadline=deadline)
+            lease_s = handshake.admit(link, self._party, incarnation=self._incarnation, deadline=deadline)
             link.share(deadline=deadline)
+            link.agree(lease_s)
+            self._heartbeats.add(link)
             while True:
                 self._handle(link, link.receive())
+        except PeerSilent as exc:
+            reason = exc.message
+            log.warning("%s", reason)
         except PeerLost as exc:
             reason = exc.message
         except (wire.Malformed, Unauthenticated, Incompatible, TransferFailed) as exc:
@@ -257,6 +275,7 @@ class KvReceiver:
             log.exception("%s", reason)
         finally:
             self._table.lose(link, reason)
+            self._heartbeats.remove(link)
             link.cut()
             self._wait_for_fence(link)
             with self._links_lock:
@@ -277,9 +296,9 @@ class KvReceiver:
             self._commit(link, message, frame.payload_bytes)
         elif isinstance(message, wire.Abort):
             self._abort(link, message)
-        elif isinstance(message, wire.Claim) and link.one_sided:
-            self._grant(link, message)
-        else:
+        elif isinstance(message, wire.Claim):
+            self._take_claim(link, message)
+        elif not isinstance(message, wire.Heartbeat):
             raise wire.Malformed(f"{type(message).__name__} where rows were expected")
 
     def _put(self, link: Link, put: wire.Put, payload_bytes: int) -> None:
@@ -329,10 +348,12 @@ class KvReceiver:
             return  # over already: what an abort is for
         reservation.fail(TransferFailed(f"the sender gave up: {abort.reason}"))
 
-    def _grant(self, link: Link, claim: wire.Claim) -> None:
-        """Tells a sender that writes by itself where to."""
+    def _take_claim(self, link: Link, claim: wire.Claim) -> None:
+        """Binds a reservation to its sender, and tells one that writes by itself where to."""
         try:
             reservation = self._claimed(link, claim)
+            if not link.one_sided:
+                return
             self._writers.add(link, claim.push, reservation)
             granted = reservation.grant()
         except TransferFailed as exc:

@@ -1,13 +1,14 @@
 """Reservations: rows set aside for one push, and the rule that nobody else ever writes them.
 
-    OPEN ──first frame of a sender──> CLAIMED ──commit verified──> COMMITTED ──┐
+    OPEN ──claim of a sender────────> CLAIMED ──commit verified──> COMMITTED ──┐
       │                                  │                                     ├──release()──> RELEASED
       └──expiry, abort, wrong data, link lost──> FAILED ───────────────────────┘
 
-A token opens its reservation once, for one push on one link. Where the receiver does the writing, bytes land only while
-the state is OPEN or CLAIMED; `release` moves it on first and then waits for the frame that may be landing. Where the
-sender does (one-sided links), `release` tells it to stop and waits for its word; without it the rows are in quarantine
-until the word comes or the sender is gone (writers.py).
+A token opens its reservation once, for one push on one link; another that shows it is refused, whoever it is. Nobody
+holds an OPEN one, so it expires soon; a CLAIMED one lives as long as its request, and as its sender's lease. Where the
+receiver does the writing, bytes land only while the state is OPEN or CLAIMED; `release` moves it on first and then
+waits for the frame that may be landing. Where the sender does (one-sided links), `release` tells it to stop and waits
+for its word; without it the rows are in quarantine until the word comes or the sender is gone (writers.py).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Commit:
     note: bytes  # the sender's, opaque
     bytes: int  # payload that travelled for it
     rows: int
-    seconds: float  # first frame to commit
+    seconds: float  # first rows to commit
 
 
 class _State(enum.Enum):
@@ -85,6 +86,7 @@ class Reservation:
         expected_from: Mapping[str, int],
         tokens: Mapping[str, int],
         timeout_s: float,
+        claim_within_s: float,
         on_commit: Callable[[Commit], None],
         on_failed: Callable[[TransferFailed], None],
         on_fenced: Callable[[], None],
@@ -94,9 +96,11 @@ class Reservation:
         self.request_id = request_id
         self.attempt = attempt
         self.token = secrets.token_bytes(wire.TOKEN_BYTES)
-        self.expires_at = time.monotonic() + timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._claim_by = time.monotonic() + claim_within_s
         self.target = b""  # set by KvReceiver
         self._timeout_s = timeout_s
+        self._claim_within_s = claim_within_s
         self._regions = regions
         self._rows = rows
         self._first = expected_from
@@ -110,11 +114,17 @@ class Reservation:
         self._state = _State.OPEN
         self._claim: tuple[Link, int] | None = None  # link and push that own it
         self._claimed_at = 0.0
+        self._began_at = 0.0  # first frame of rows
         self._landing = False  # a frame's bytes may be entering the rows
         self._granted = False  # a sender may be writing the rows by itself
         self._quarantined = False  # released while it might
         self._num_bytes = 0
         self._manifest = Manifest(len(rows.get(region.group, ())) for region in regions)
+
+    @property
+    def expires_at(self) -> float:
+        """When its time is over: soon, until a sender has claimed it."""
+        return min(self._deadline, self._claim_by) if self._state is _State.OPEN else self._deadline
 
     def spans(self) -> dict[str, Span]:
         return {
@@ -221,6 +231,7 @@ class Reservation:
             if self._state is not _State.CLAIMED:
                 raise ReservationGone("the reservation is over")
             rows = self._rows_at(region, put.region, positions)
+            self._began_at = self._began_at or time.monotonic()
             self._landing = True
         try:
             landed, checksums = take([region.row(row) for row in rows])
@@ -258,7 +269,8 @@ class Reservation:
             self._state = _State.COMMITTED
             self._granted = False  # a sender commits after its last write
             self._forget(self)
-            seconds = time.monotonic() - self._claimed_at
+            now = time.monotonic()
+            seconds = now - (self._began_at or now)
         done = Commit(note=note, bytes=self._num_bytes, rows=sum(self._manifest.counts()), seconds=seconds)
         self._metrics.finished(link.peer, seconds, None)
         _call(self._on_commit, done)
@@ -274,10 +286,10 @@ class Reservation:
         if message.digest != self._manifest.digest(commit_context(self.request_id, self.attempt, note)):
             raise ChecksumMismatch(f"the digest of request {self.request_id!r} does not fit the rows that arrived")
 
-    def fail(self, error: TransferFailed) -> bool:
+    def fail(self, error: TransferFailed, *, only_in: tuple[_State, ...] = _LIVE) -> bool:
         """Ends it, if it is live, and tells the owner. The owner still has to release it."""
         with self._lock:
-            if self._state not in _LIVE:
+            if self._state not in only_in:
                 return False
             self._state = _State.FAILED
             self._forget(self)
@@ -288,13 +300,14 @@ class Reservation:
         _call(self._on_failed, error)
         return True
 
-    def expire(self) -> None:
-        self.fail(
-            TransferTimeout(
-                f"the KV rows of request {self.request_id!r}, attempt {self.attempt}, "
-                f"did not arrive in {self._timeout_s:g} s"
-            )
-        )
+    def expire(self, now: float) -> None:
+        """Ends it if its time is over."""
+        rows = f"the KV rows of request {self.request_id!r}, attempt {self.attempt}"
+        if self._deadline <= now:
+            self.fail(TransferTimeout(f"{rows}, did not arrive in {self._timeout_s:g} s"))
+        elif self._claim_by <= now:
+            unclaimed = TransferTimeout(f"no prefill worker claimed {rows}, in {self._claim_within_s:g} s")
+            self.fail(unclaimed, only_in=(_State.OPEN,))
 
     def lose(self, link: Link, reason: str) -> None:
         """The link broke: ends the reservation if that link had claimed it."""

@@ -63,8 +63,7 @@ class ReservationTable:
         while not self._closed:
             now = time.monotonic()
             for reservation in list(self._by_token.values()):
-                if reservation.expires_at <= now:
-                    reservation.expire()
+                reservation.expire(now)
             with self._changed:
                 self._wakes_at = min((r.expires_at for r in list(self._by_token.values())), default=math.inf)
                 if not self._closed:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtransfer import handshake, transports
+from kvtransfer import handshake, lease, transports
 from kvtransfer.mapping import LinkMapping
 from kvtransfer.metrics import NoMetrics, TransferMetrics
 from kvtransfer.outbound import Outbound
@@ -35,11 +35,17 @@ class KvSender:
         cluster_key: str = "",
         transport: str = transports.AUTO,
         options: transports.Options = transports.NO_OPTIONS,
+        lease_s: float = lease.LEASE_S,
         metrics: TransferMetrics | None = None,
     ) -> None:
-        """transport: a name, or "auto" for the first of what the receiver offers that works."""
+        """transport: a name, or "auto" for the first of what the receiver offers that works.
+
+        lease_s: a receiver that is silent for longer is lost (or for less, if the receiver says so): 0.1 to 600.
+        """
         self._regions = check_regions(regions)
-        self._party = handshake.Party(fingerprint=fingerprint, regions=self._regions, cluster_key=cluster_key)
+        self._party = handshake.Party(
+            fingerprint=fingerprint, regions=self._regions, cluster_key=cluster_key, lease_s=lease.check(lease_s)
+        )
         self._metrics = metrics or NoMetrics()
         self._transports = transports.choose(transport, options)
         for each in self._transports.values():
@@ -130,7 +136,7 @@ class KvSender:
         transport, mapping = self._transports[_scheme(endpoint)], None
         link = transport.connect(endpoint, deadline=deadline)
         try:
-            shapes = handshake.greet(link, self._party, incarnation=incarnation, deadline=deadline)
+            shapes, lease_s = handshake.greet(link, self._party, incarnation=incarnation, deadline=deadline)
             if shapes != self._party.shapes:
                 if not transport.caps.any_source:
                     raise _CannotMap(
@@ -140,6 +146,7 @@ class KvSender:
                 mapping = LinkMapping(self._regions, shapes)
                 link.expect([shape.row_bytes for shape in shapes])
             link.attach(deadline=deadline)
+            link.agree(lease_s)
         except BaseException:
             link.close()
             raise

@@ -19,9 +19,10 @@ import msgpack
 
 from kvtransfer.digest import DIGEST_BYTES
 from kvtransfer.layout import MAX_LAYOUTS, PackedLayout, is_packed_layout
+from kvtransfer.lease import MAX_LEASE_MS, MIN_LEASE_MS
 from kvtransfer.region import MAX_NAME_CHARS, MAX_REGIONS
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_HEADER_BYTES = 64 << 10
 MAX_NOTE_BYTES = 1 << 20
 MAX_PUT_BYTES = 1 << 30
@@ -55,6 +56,10 @@ def _field(check: Callable[[Any], bool]) -> Any:
 
 def _uint(bits: int) -> Any:
     return _field(lambda value: type(value) is int and 0 <= value < 1 << bits)
+
+
+def _lease() -> Any:
+    return _field(lambda value: type(value) is int and MIN_LEASE_MS <= value <= MAX_LEASE_MS)
 
 
 def _exactly(size: int) -> Any:
@@ -120,6 +125,7 @@ class Identity:
     regions: tuple[tuple[str, str, int, int], ...] = _field(_is_region_list)
     layouts: tuple[PackedLayout, ...] = _field(_is_layout_list)
     incarnation: bytes = _exactly(INCARNATION_BYTES)  # of the receiver that made the target
+    lease_ms: int = _lease()  # longest silence that I want either of us to be forgiven
     proof: bytes = _exactly(PROOF_BYTES)
 
 
@@ -131,6 +137,14 @@ class Welcome:
     protocol: int = _uint(16)
     regions: tuple[tuple[str, str, int, int], ...] = _field(_is_region_list)
     layouts: tuple[PackedLayout, ...] = _field(_is_layout_list)
+    lease_ms: int = _lease()  # what holds on this link: the shorter of what both want
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """Both ways, when nothing else was sent for a while: I am alive."""
+
+    KIND: ClassVar[int] = 13
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +186,7 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """Sender to receiver, first frame of a push on a one-sided link: asks where its rows go."""
+    """Sender to receiver, first frame of a push: the reservation is mine. On a one-sided link: where do its rows go?"""
 
     KIND: ClassVar[int] = 11
     push: int = _uint(64)
@@ -260,6 +274,7 @@ Message = (
     | Memory
     | Group
     | Engine
+    | Heartbeat
     | Claim
     | Granted
     | Put

@@ -54,6 +54,7 @@ async def _serve(config: PrefillConfig, stop: asyncio.Event) -> None:
             cluster_key=config.cluster_key,
             transport=config.kv_transport,
             options=_transport_options(config, certificates),
+            lease_s=config.kv_lease,
             metrics=SenderMetrics(figures),
         )
         closing.callback(sender.close)

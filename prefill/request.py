@@ -80,7 +80,7 @@ Event = FirstTokens | Transferred | Finished
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One prompt inside the worker. Written by the device thread only; times are those of time.monotonic()."""
+    """One prompt inside the worker, its device thread's once `submit` made it; times are those of time.monotonic()."""
 
     request: Request
     emit: Callable[[Event], None]  # called by the device thread

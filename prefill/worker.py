@@ -156,8 +156,21 @@ class Worker:
         sequence = Sequence(request, emit, received_at=time.monotonic())
         self._open.add(sequence)
         self._metrics.requests.labels(request.input_class).inc()
-        self._inbox.put(partial(self._add, sequence))
+        try:
+            self._open_push(sequence)
+        except TwinpoolError as error:  # a target that is not one
+            self._inbox.put(partial(self._end, sequence, error))
+        else:
+            self._inbox.put(partial(self._add, sequence))
         return sequence
+
+    def _open_push(self, sequence: Sequence) -> None:
+        """Claims the decode worker's rows at once: while the request waits here the link's lease keeps them."""
+        request = sequence.request
+        if request.target:
+            sequence.push = self._sender.open(
+                request.target, request_id=request.request_id, attempt=request.attempt, timeout_s=request.timeout_s
+            )
 
     def cancel(self, sequence: Sequence) -> None:
         """Frees everything a request holds before the next step begins. Idempotent, and harmless after its end."""
@@ -193,7 +206,7 @@ class Worker:
     def _step(self, chunks: list[Chunk]) -> None:
         begin = time.monotonic()
         try:
-            self._open_pushes(chunks)
+            self._end_failed(chunks)
             chunks = [chunk for chunk in chunks if not chunk.sequence.ended]
             if not chunks:
                 return
@@ -211,21 +224,11 @@ class Worker:
             for chunk in chunks:
                 self._end(chunk.sequence, failure)
 
-    def _open_pushes(self, chunks: list[Chunk]) -> None:
-        """Opens the pushes of prompts that begin; ends those that need not go on because their push has failed."""
+    def _end_failed(self, chunks: list[Chunk]) -> None:
+        """Ends prompts that need not go on, or begin, because their push has failed."""
         for sequence in (chunk.sequence for chunk in chunks):
-            request = sequence.request
             if sequence.push is not None and sequence.push.error is not None:
                 self._end(sequence, sequence.push.error)
-            if sequence.push is not None or not request.target:
-                continue
-            try:
-                timeout_s = sequence.received_at + request.timeout_s - time.monotonic()
-                sequence.push = self._sender.open(
-                    request.target, request_id=request.request_id, attempt=request.attempt, timeout_s=timeout_s
-                )
-            except TwinpoolError as error:  # a target that is not one
-                self._end(sequence, error)
 
     def _compute(self, chunks: list[Chunk]) -> list[tuple[Sequence, list[Sampled]]]:
         """Runs the step; the first tokens of the prompts that are complete with it."""

@@ -158,6 +158,13 @@ class WorkerConfig(ProcessConfig):
     kv_collective_plaintext: bool = option(
         False, help="with TLS, accept that KV rows of --kv-transport collective are not encrypted"
     )
+    kv_lease: float = option(
+        6.0,
+        help="a peer silent on a KV link for this long is lost, with what it held; of two workers the shorter counts",
+        unit="s",
+        minimum=0.5,
+        maximum=600,
+    )
     block_size: int = option(
         64,
         help="tokens in one cache row; best the same on every worker, as others are mapped on the way",

@@ -71,6 +71,16 @@ class Link(Protocol):
     def send(self, message: Message, payload: Sequence[memoryview] = (), *, deadline: float) -> None:
         """Sends a whole message, waiting as long as it takes. From any thread that does not also `start` messages."""
 
+    @property
+    def lease_s(self) -> float:
+        """As agreed."""
+
+    def agree(self, lease_s: float) -> None:
+        """The handshake is over. From now on `receive` and `fill` raise PeerSilent when no byte comes for so long."""
+
+    def beat(self) -> None:
+        """From any thread of a receiver: sends a Heartbeat, if it goes without waiting and nothing else is leaving."""
+
     def share(self, *, deadline: float) -> None:
         """The receiver's part after the handshake: gives the sender what it needs to `write`."""
 

@@ -117,6 +117,16 @@ class CollectiveLink:
         self._group: GroupOfTwo | None = None
         self.receive_ready = control.receive_ready
 
+    @property
+    def lease_s(self) -> float:
+        return self._control.lease_s
+
+    def agree(self, lease_s: float) -> None:
+        self._control.agree(lease_s)
+
+    def beat(self) -> None:
+        self._control.beat()
+
     def fileno(self) -> int:
         return self._control.fileno()
 

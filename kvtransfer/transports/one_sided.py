@@ -141,6 +141,16 @@ class _ControlledLink:
         self.skip = control.skip
         self.receive_ready = control.receive_ready
 
+    @property
+    def lease_s(self) -> float:
+        return self._control.lease_s
+
+    def agree(self, lease_s: float) -> None:
+        self._control.agree(lease_s)
+
+    def beat(self) -> None:
+        self._control.beat()
+
     def cut(self) -> None:
         """Ends reading only: the end of a sender's socket, and nothing else, tells that it writes no more."""
         with self._control._closing, contextlib.suppress(OSError):

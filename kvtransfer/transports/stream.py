@@ -24,12 +24,13 @@ from typing import Any
 
 from kvtransfer import native, wire
 from kvtransfer.digest import row_checksums
+from kvtransfer.lease import LEASE_S, PeerSilent
 from kvtransfer.transports import Link
 from twinpool.errors import PeerLost, TransferTimeout
 
 log = logging.getLogger(__name__)
 
-MAX_SILENCE_S = 300  # a receiver's longest wait for the next byte; senders close idle links long before
+LOOKS = 4  # in a lease, whether it is over
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _SCRATCH_BYTES = 256 << 10
 
@@ -93,8 +94,7 @@ class StreamLink:
         self._closing = threading.Lock()
         self._whole = threading.Lock()  # held while `send` sends one message: it may be called from several threads
         sock.settimeout(None)
-        # The kernel's own timeout, unlike settimeout, costs no poll before every call and lets MSG_WAITALL work.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", MAX_SILENCE_S, 0))
+        self.agree(LEASE_S)
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -149,20 +149,25 @@ class StreamLink:
         while unfilled:
             try:
                 received = self._sock.recvmsg_into(list(islice(unfilled, _IOV_MAX)), 0, socket.MSG_WAITALL)[0]
+            except BlockingIOError:
+                self._check_lease()
+                continue
             except OSError as exc:
                 raise self._lost(exc) from exc
             if not received:
                 raise PeerLost(f"{self.peer} closed the link in the middle of a frame")
+            self._heard_at = time.monotonic()
             _consume(unfilled, received)
 
     def fill_rows(self, rows: Sequence[memoryview]) -> tuple[Sequence[int], Sequence[int]]:
         try:
-            checksums = native.receive_rows(self._sock.fileno(), rows) if self._is_plain else None
+            checksums = native.receive_rows(self._sock.fileno(), rows, self._silence()) if self._is_plain else None
         except OSError as exc:
             raise self._lost(exc) from exc
         except EOFError:
             raise PeerLost(f"{self.peer} closed the link in the middle of a frame") from None
         if checksums is not None:
+            self._heard_at = time.monotonic()
             return checksums
         sent = bytearray(wire.CHECKSUM_BYTES * len(rows))
         self.fill([*rows, memoryview(sent)])
@@ -186,6 +191,23 @@ class StreamLink:
         if not data:
             raise PeerLost(f"{self.peer} closed the link")
         return self._replies.feed(data)
+
+    def agree(self, lease_s: float) -> None:
+        self.lease_s = lease_s
+        self._heard_at = time.monotonic()
+        # The kernel's own timeout, unlike settimeout, costs no poll before every call and lets MSG_WAITALL work.
+        seconds, rest = divmod(lease_s / LOOKS, 1)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(seconds), int(1e6 * rest)))
+
+    def beat(self) -> None:
+        if not self._whole.acquire(blocking=False):
+            return
+        try:
+            if not self._unsent:
+                self.start(wire.Heartbeat())
+            self.advance()  # the rest of it, if any, leaves with what is sent next
+        finally:
+            self._whole.release()
 
     def share(self, *, deadline: float) -> None:
         """Rows travel in band: there is nothing to share."""
@@ -227,12 +249,32 @@ class StreamLink:
                 received = self._sock.recv_into(
                     view, 0, socket.MSG_WAITALL if deadline is None else socket.MSG_DONTWAIT
                 )
+            except BlockingIOError:
+                self._check_lease()
+                continue
             except OSError as exc:
                 raise self._lost(exc) from exc
             if not received:
                 raise PeerLost(f"{self.peer} closed the link")
+            self._heard_at = time.monotonic()
             view = view[received:]
         return data
+
+    def _silence(self) -> Callable[[int], None]:
+        """For every time the socket's timeout passes in one long read: raises, unless bytes came since the last."""
+        before = 0
+
+        def check(num_bytes: int) -> None:
+            nonlocal before
+            if num_bytes > before:
+                before, self._heard_at = num_bytes, time.monotonic()
+            self._check_lease()
+
+        return check
+
+    def _check_lease(self) -> None:
+        if time.monotonic() >= self._heard_at + self.lease_s:
+            raise PeerSilent(self.peer, self.lease_s)
 
     def _wait(self, event: int, deadline: float) -> None:
         poll = select.poll()
@@ -241,8 +283,6 @@ class StreamLink:
             raise TransferTimeout(f"{self.peer} did not answer in time")
 
     def _lost(self, error: OSError) -> PeerLost:
-        if isinstance(error, BlockingIOError):
-            return PeerLost(f"{self.peer} was silent for {MAX_SILENCE_S} s")
         return PeerLost(f"the link to {self.peer} broke: {error}")
 
 

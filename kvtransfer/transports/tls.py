@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 
 from kvtransfer import wire
-from kvtransfer.transports.stream import MAX_SILENCE_S
+from kvtransfer.transports.stream import LOOKS
 from kvtransfer.transports.tcp import TcpLink
 from twinpool.errors import PeerLost, TransferTimeout, TwinpoolError, Unauthenticated
 
@@ -113,6 +113,7 @@ class TlsLink(TcpLink):
             if not received:
                 raise PeerLost(f"{self.peer} closed the link")
             self._has_heard = True
+            self._heard_at = time.monotonic()
             return received
 
     def _secure(self, deadline: float | None) -> None:
@@ -162,11 +163,11 @@ class TlsLink(TcpLink):
             raise PeerLost(f"the link to {self.peer} was closed by this side")
         poll = select.poll()
         poll.register(descriptor, event)
-        timeout_s = MAX_SILENCE_S if deadline is None else max(0.0, deadline - time.monotonic())
-        if not poll.poll(timeout_s * 1000):
-            if deadline is None:
-                raise PeerLost(f"{self.peer} was silent for {MAX_SILENCE_S} s")
-            raise TransferTimeout(f"{self.peer} did not answer in time")
+        timeout_s = self.lease_s / LOOKS if deadline is None else max(0.0, deadline - time.monotonic())
+        while not poll.poll(timeout_s * 1000):
+            if deadline is not None:
+                raise TransferTimeout(f"{self.peer} did not answer in time")
+            self._check_lease()
 
     def _broken(self, error: OSError) -> TwinpoolError:
         """What an error of the socket means: before the other side was heard it may be about certificates."""

@@ -296,7 +296,9 @@ class RawSender:
         self.link.send(wire.Commit(**fields | changes), pieces, deadline=self.deadline)
 
     def answer(self) -> wire.Message:
-        return self.link.receive(deadline=self.deadline).message
+        while isinstance(message := self.link.receive(deadline=self.deadline).message, wire.Heartbeat):
+            pass
+        return message
 
     def refusal(self) -> str:
         """The error class that the receiver answers with."""

@@ -24,7 +24,7 @@ def random_frame(rng: random.Random, valid: list[bytes]) -> bytes:
     if kind == 0:
         return rng.randbytes(rng.randrange(200))
     if kind == 1:  # a plausible prefix before noise
-        return b"TPKV" + bytes([1, rng.randrange(24), 0, 0]) + rng.randbytes(rng.randrange(60))
+        return b"TPKV" + bytes([wire.PROTOCOL, rng.randrange(24), 0, 0]) + rng.randbytes(rng.randrange(60))
     frame = bytearray(rng.choice(valid))
     for _ in range(rng.randrange(1, 4)):
         frame[rng.randrange(len(frame))] = rng.randrange(256)

@@ -18,6 +18,7 @@ PUT_FIELDS: list[Any] = [7, bytes(range(16)), "r1", 2, 3, struct.pack("<2I", 5, 
 
 blobs = {size: st.binary(min_size=size, max_size=size) for size in (16, 32)}
 u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
+lease_ms = st.integers(100, 600_000)
 ids = st.text(max_size=wire.MAX_REQUEST_ID_CHARS)
 owners = {"push": u64, "token": blobs[16], "request_id": ids, "attempt": u32}
 region_lists = st.lists(
@@ -53,9 +54,12 @@ messages = st.one_of(
         regions=region_lists,
         layouts=layout_lists,
         incarnation=blobs[16],
+        lease_ms=lease_ms,
         proof=blobs[32],
     ),
-    st.builds(wire.Welcome, protocol=u16, regions=region_lists, layouts=layout_lists),
+    st.builds(wire.Welcome, protocol=u16, regions=region_lists, layouts=layout_lists, lease_ms=lease_ms),
+    st.builds(wire.Heartbeat),
+    st.builds(wire.Claim, **owners),
     puts(),
     st.builds(wire.Commit, **owners, counts=st.lists(u32, max_size=20).map(wire.pack_u32), digest=blobs[16]),
     st.builds(wire.Abort, **owners, reason=st.text(max_size=100)),
@@ -158,7 +162,7 @@ def test_headers_of_any_other_shape_are_malformed(kind: int, values: object) -> 
         (b"TPKV" + bytes([V + 1, 5, 0, 0]) + bytes(12), "not a frame"),
         (b"TPKV" + bytes([V, 5, 0, 1]) + bytes(12), "not a frame"),
         (b"TPKV" + bytes([V, 0, 0, 0]) + bytes(12), "unknown kind 0"),
-        (b"TPKV" + bytes([V, 13, 0, 0]) + bytes(12), "unknown kind 13"),
+        (b"TPKV" + bytes([V, 14, 0, 0]) + bytes(12), "unknown kind 14"),
         (b"TPKV" + bytes([V, 5, 0, 0]) + struct.pack("!IQ", (64 << 10) + 1, 0), "header of 65537 bytes"),
         (b"TPKV" + bytes([V, 5, 0, 0]) + struct.pack("!IQ", 10, (1 << 30) + 1), "Put with 1073741825 bytes"),
         (b"TPKV" + bytes([V, 6, 0, 0]) + struct.pack("!IQ", 10, (1 << 20) + 1), "Commit with 1048577 bytes"),
@@ -233,9 +237,10 @@ def test_the_largest_headers_fit_into_their_limit() -> None:
         regions=(("n" * 24, "g" * 24, 2**40, MAX_LAYOUTS),) * wire.MAX_REGIONS,
         layouts=((2**16, 2**12, 2**12, ((2**20, True),) * MAX_PLANES),) * MAX_LAYOUTS,
         incarnation=bytes(16),
+        lease_ms=600_000,
         proof=bytes(32),
     )
-    welcome = wire.Welcome(protocol=1, regions=identity.regions, layouts=identity.layouts)
+    welcome = wire.Welcome(protocol=1, regions=identity.regions, layouts=identity.layouts, lease_ms=1000)
     for message in (put, identity, welcome):
         assert parse(wire.encode(message)) == (message, 0)
 
