@@ -31,7 +31,7 @@ from twinpool.errors import PeerLost, TransferFailed, TransferTimeout, TwinpoolE
 
 log = logging.getLogger(__name__)
 
-FRAME_BYTES = 4 << 20  # rows are put into one frame up to this size (one row at least)
+FRAME_BYTES = 8 << 20  # rows are put into one frame up to this size (one row at least): 64 ms of a 1 Gbit/s link
 FRAME_GRACE_S = 2.0  # a frame whose push has ended may take this long to leave before the link is cut
 DRAIN_POLL_S = 5.0  # how often the log says that source rows of a closed link are still pinned
 IDLE_S = 60.0  # a link without pushes is closed after this long
