@@ -36,7 +36,7 @@ missing rows and aborts (TransferFailed), another model or cache (Incompatible),
     wire.py, handshake.py       frames; who may send them    push.py, outbound.py, sender.py   prefill's side
     digest.py, memory.py        row checksums; memory that  transports/   how bytes move: one file each
                                 can be shared                writers.py    who may still write: quarantine
-    metrics.py                  what it reports
+    metrics.py                  what it reports              native.py     rows copied, hashed, sent natively
 """
 
 from kvtransfer.layout import Plane, RowLayout
