@@ -294,14 +294,14 @@ def test_worker_killed_and_restarted_on_its_address_is_used_again(deploy: Callab
 
 def test_peers_with_other_cache_layouts_are_never_paired(deploy: Callable[..., Cluster]) -> None:
     cluster = deploy(1, 0)
-    cluster.worker("decode", "decode-32", block_size="32")
-    cluster.wait_ready("decode-32")
+    cluster.worker("decode", "decode-bf16", kv_dtype="bf16")
+    cluster.wait_ready("decode-bf16")
     with cluster.client(retries=0, timeout_s=30) as client:
         wait_until(lambda: len(client.pools().workers) == 2, "both joined")
         with pytest.raises(errors.TwinpoolError):
             client.generate(PROMPT, max_tokens=5)
-        cluster.worker("decode", "decode-16")
-        cluster.wait_ready("decode-16")
+        cluster.worker("decode", "decode-32", block_size="32")  # mapped on the way
+        cluster.wait_ready("decode-32")
         wait_until(lambda: len(client.pools().workers) == 3, "three joined")
-        assert client.generate(PROMPT, max_tokens=5).timeline.decode_worker == "decode-16"
+        assert client.generate(PROMPT, max_tokens=5).timeline.decode_worker == "decode-32"
     cluster.assert_baseline()
