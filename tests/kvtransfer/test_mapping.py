@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from kvtransfer import KvReceiver, KvSender, Plane, Region, RowLayout, SharedMemory
 from kvtransfer.layout import MAX_LAYOUTS, Shape, check_mappable
 from kvtransfer.region import check_regions
+from kvtransfer.transports.tcp import TcpTransport
 from tests.kvtransfer.peers import PATIENCE_S, Ends, named
 from twinpool.errors import Incompatible, TransferFailed
 
@@ -105,13 +107,15 @@ def transfer(
                     if token < num_tokens:
                         there = token // theirs.tokens, head, token % theirs.tokens
                         assert here == cells(source[number], source_rows, *there)
-                    elif theirs != mine:  # equal rows travel as they are, tail and all
+                    elif theirs != mine:  # equal sides send whole rows as they are
                         assert here == bytes(len(here))
 
 
+over = pytest.mark.parametrize("way", ["tcp", "shm", "tls"])  # the others refuse mapped links
 heads = st.integers(0, HEADS - 1).flatmap(lambda f: st.tuples(st.just(f), st.integers(1, HEADS - f)))
 
 
+@over
 @settings(max_examples=40)
 @given(
     theirs=st.integers(1, 9),
@@ -123,21 +127,22 @@ heads = st.integers(0, HEADS - 1).flatmap(lambda f: st.tuples(st.just(f), st.int
     seed=st.integers(0, 1000),
 )
 def test_every_cell_arrives_once_and_the_rest_is_zero_or_untouched(
-    transport: str, theirs: int, mine: int, wanted: tuple[int, int], num_tokens: int, skip: float, cuts: list[int],
+    way: str, theirs: int, mine: int, wanted: tuple[int, int], num_tokens: int, skip: float, cuts: list[int],
     seed: int,
 ) -> None:  # fmt: skip
     first = int(skip * -(-num_tokens // mine))
-    transfer(transport, layout(theirs), layout(mine, *wanted), num_tokens=num_tokens, first=first, cuts=cuts, seed=seed)
+    transfer(way, layout(theirs), layout(mine, *wanted), num_tokens=num_tokens, first=first, cuts=cuts, seed=seed)
 
 
+@over
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     [((0, 4), (0, 4)), ((0, 4), (0, 2)), ((0, 4), (2, 2)), ((0, 2), (0, 2)), ((2, 2), (2, 2))],
 )
 def test_tensor_parallel_ranks_get_their_heads(
-    transport: str, prefill: tuple[int, int], decode: tuple[int, int]
+    way: str, prefill: tuple[int, int], decode: tuple[int, int]
 ) -> None:  # T2: 1x1, 1x2 (both ranks), 2x2 (rank by rank)
-    transfer(transport, layout(4, *prefill), layout(8, *decode), num_tokens=21, first=0, cuts=[2], seed=3)
+    transfer(way, layout(4, *prefill), layout(8, *decode), num_tokens=21, first=0, cuts=[2], seed=3)
 
 
 def shape(row: RowLayout | None, *, name: str = "r0", group: str = "kv", row_bytes: int = 0) -> Shape:
@@ -187,6 +192,25 @@ def test_a_mapped_push_that_puts_too_much_fails(positions: list[int], problem: s
                 request_id="r", attempt=2, rows={"kv": [1]}, timeout_s=60, on_commit=Ends(), on_failed=Ends(),
                 tokens={"kv": 21},
             )  # fmt: skip
+    finally:
+        sender.close()
+        receiver.close()
+
+
+def test_a_transport_that_sends_registered_memory_only_refuses_to_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TcpTransport, "caps", replace(TcpTransport.caps, any_source=False))
+    receiver = KvReceiver(make_regions(layout(4), 10, 1), fingerprint="f", transport="tcp")
+    receiver.start()
+    sender = KvSender(make_regions(layout(8), 10, 2), fingerprint="f", transport="tcp")
+    try:
+        reservation = receiver.reserve(
+            request_id="r", attempt=1, rows={"kv": [1]}, timeout_s=60, on_commit=Ends(), on_failed=Ends()
+        )
+        push = sender.open(reservation.target, request_id="r", attempt=1, timeout_s=60)
+        assert push.closed.wait(PATIENCE_S)
+        assert type(push.error) is Incompatible
+        assert "'tcp' sends from the cache memory only" in push.error.message
+        reservation.release()
     finally:
         sender.close()
         receiver.close()
