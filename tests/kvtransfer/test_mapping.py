@@ -234,3 +234,31 @@ def test_regions_whose_layouts_contradict_them() -> None:
     ]  # fmt: skip
     with pytest.raises(ValueError, match="row layouts"):
         check_regions(many)
+
+
+def test_receivers_that_fit_go_on_when_one_that_does_not_joins() -> None:  # C9
+    sender = KvSender(make_regions(layout(8), 10, 2), fingerprint="f", transport="tcp")
+    receivers = []
+    try:
+        for number, row in enumerate((layout(8), layout(4), layout(8, planes=PLANES[:2]), layout(8), layout(4))):
+            receiver = KvReceiver(make_regions(row, 10, 1), fingerprint="f", transport="tcp")
+            receivers.append(receiver)
+            receiver.start()
+            rows = [1, 2, 3, 4][: -(-16 // row.tokens)]
+            reservation = receiver.reserve(
+                request_id="r", attempt=1, rows={"kv": rows, "state": [0]}, timeout_s=60, on_commit=Ends(),
+                on_failed=Ends(), tokens={"kv": 16},
+            )  # fmt: skip
+            push = sender.open(reservation.target, request_id="r", attempt=1, timeout_s=60)
+            for layer in range(2):
+                push.put(layer, [0, 1], [5, 6])
+            push.put(2, [0], [1])
+            ends = Ends()
+            push.commit(b"", ends)
+            error = ends.wait().error
+            assert isinstance(error, Incompatible) if number == 2 else error is None
+            reservation.release()
+    finally:
+        sender.close()
+        for receiver in receivers:
+            receiver.close()

@@ -224,3 +224,15 @@ async def test_decision_holds_every_candidate_with_its_figures_and_the_reason() 
         assert each["ttft_ms"] >= each["prefill_ms"]
         assert each["known"]
     assert "of 4 candidates" in pair.choice.reason
+
+
+async def test_workers_of_other_block_sizes_are_paired_and_rows_counted_in_their_own() -> None:  # C9, R8
+    pools = registry()
+    join(pools, "p0", block_size=16)
+    small = join(pools, "d0", block_size=64, rows_free=3)
+    join(pools, "d1", block_size=16, rows_free=100, fingerprint="other weights")
+    chooser = placement(pools)
+    pair = chooser.choose(demand(num_tokens=100, max_new_tokens=64))  # 2 blocks of 64 and 1 to grow
+    assert ids(pair) == ("p0", "d0")
+    assert small.rows_free == 0
+    assert not isinstance(chooser.choose(demand(num_tokens=1)), Pair)  # and d1 is never taken instead
