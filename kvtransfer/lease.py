@@ -28,8 +28,9 @@ BEATS = 3  # heartbeats in a lease: two may be late
 class PeerSilent(PeerLost):
     """The peer's lease is over. Inside this package only: everybody else gets PeerLost."""
 
-    def __init__(self, peer: str, lease_s: float) -> None:
-        super().__init__(f"{peer} was silent for {lease_s:g} s, its lease: it is frozen, or cannot be reached")
+    @classmethod
+    def after(cls, peer: str, lease_s: float) -> PeerSilent:
+        return cls(f"{peer} was silent for {lease_s:g} s, its lease: it is frozen, or cannot be reached")
 
 
 def check(lease_s: float) -> float:

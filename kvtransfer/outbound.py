@@ -198,7 +198,7 @@ class Outbound:
                     for message in link.receive_ready():
                         self._take_answer(link, message)
             if time.monotonic() >= self._heard_at + link.lease_s:  # and nothing of it lies unread
-                raise PeerSilent(self._peer, link.lease_s)
+                raise PeerSilent.after(self._peer, link.lease_s)
             if self._is_idle():
                 return
 

@@ -274,7 +274,7 @@ class StreamLink:
 
     def _check_lease(self) -> None:
         if time.monotonic() >= self._heard_at + self.lease_s:
-            raise PeerSilent(self.peer, self.lease_s)
+            raise PeerSilent.after(self.peer, self.lease_s)
 
     def _wait(self, event: int, deadline: float) -> None:
         poll = select.poll()

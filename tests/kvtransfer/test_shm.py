@@ -157,11 +157,11 @@ def test_a_layout_that_leaves_the_shared_memory_is_refused_before_a_byte_is_writ
         request_id="r1", attempt=1, rows={"kv": [1]}, timeout_s=60, on_commit=ends, on_failed=ends
     )
     push = pair.open(reservation)
-    assert push.closed.wait(PATIENCE_S)
+    eventually(lambda: push.error is not None, "the end of the push")
+    receiver.close()
     assert isinstance(push.error, PeerLost)
     assert "outside" in push.error.message
     assert reservation.release()
-    receiver.close()
 
 
 def test_another_user_is_turned_away_by_both_ends(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
