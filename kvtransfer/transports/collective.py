@@ -33,6 +33,7 @@ from kvtransfer.digest import row_checksums
 from kvtransfer.memory import SharedMemory
 from kvtransfer.region import Region
 from kvtransfer.transports import Caps, Link, Listener
+from kvtransfer.transports.controlled import ControlledLink
 from kvtransfer.transports.process_group import GroupOfTwo, check_backend, join_store, serve_store
 from kvtransfer.transports.tcp import TcpLink, TcpTransport, parse_endpoint
 from twinpool.certificates import Certificates
@@ -104,80 +105,19 @@ class CollectiveListener:
         self._stores.clear()
 
 
-class CollectiveLink:
-    """What both ends share: messages pass through to the control link."""
+class CollectiveLink(ControlledLink):
+    """What both ends share. The receiver does the writing and waits for what it has posted, so close is a fence."""
 
     one_sided = False
 
     def __init__(self, control: TcpLink, backend: str, regions: Sequence[Region]) -> None:
-        self.peer = control.peer
-        self._control = control
+        super().__init__(control)
         self._backend = backend
         self._row_bytes = [region.row_bytes for region in regions]
         self._group: GroupOfTwo | None = None
-        self.receive_ready = control.receive_ready
-
-    @property
-    def lease_s(self) -> float:
-        return self._control.lease_s
-
-    def agree(self, lease_s: float) -> None:
-        self._control.agree(lease_s)
-
-    def beat(self) -> None:
-        self._control.beat()
-
-    def fileno(self) -> int:
-        return self._control.fileno()
-
-    def send(self, message: wire.Message, payload: Sequence[memoryview] = (), *, deadline: float) -> None:
-        self._control.send(message, payload, deadline=deadline)
-
-    def share(self, *, deadline: float) -> None:
-        raise TypeError("only the receiving end shares")
-
-    def expect(self, row_bytes: Sequence[int]) -> None:
-        raise TypeError("rows of other sizes are refused on this link")
-
-    def attach(self, *, deadline: float) -> None:
-        raise TypeError("only the sending end attaches")
-
-    def write(self, region: int, rows: Sequence[int], sources: Sequence[memoryview], *, deadline: float) -> list[int]:
-        raise TypeError("rows are received by their owner on this link")
-
-    def fenced(self, timeout_s: float) -> bool:
-        """The receiver does the writing, and waits for what it has posted."""
-        return True
-
-    def drained(self, timeout_s: float) -> bool:
-        return True
-
-    def start(self, message: wire.Message, payload: Sequence[memoryview] = ()) -> None:
-        self._control.start(message, payload)
-
-    def start_rows(self, message: wire.Put, rows: Sequence[memoryview]) -> Sequence[int]:
-        raise TypeError("only the sending end sends rows")
-
-    def advance(self) -> bool:
-        return self._control.advance()
-
-    def receive(self, *, deadline: float | None = None) -> wire.Frame:
-        return self._control.receive(deadline=deadline)
-
-    def fill(self, destination: Sequence[memoryview]) -> None:
-        self._control.fill(destination)
-
-    def fill_rows(self, rows: Sequence[memoryview]) -> tuple[Sequence[int], Sequence[int]]:
-        raise TypeError("only the receiving end receives rows")
-
-    def skip(self, num_bytes: int) -> None:
-        self._control.skip(num_bytes)
-
-    def cut(self) -> None:
-        self._control.cut()
 
     def close(self) -> None:
-        self._control.close()
+        super().close()
         group, self._group = self._group, None
         if group is not None:
             group.close()

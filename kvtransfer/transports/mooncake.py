@@ -17,7 +17,6 @@ import importlib.metadata
 import json
 import logging
 import os
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,10 +26,9 @@ from typing import Any
 from kvtransfer.memory import SharedMemory
 from kvtransfer.region import Region
 from kvtransfer.transports import Caps, Link, one_sided, tcp
-from kvtransfer.transports.one_sided import EngineReceiverLink, EngineSenderLink, Segment
+from kvtransfer.transports.one_sided import EngineSenderLink, Segment
 from kvtransfer.transports.stream import StreamListener
-from kvtransfer.transports.tcp import TcpLink
-from twinpool.errors import ConfigError, PeerLost
+from twinpool.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -76,24 +74,11 @@ class MooncakeTransport:
     def listen(self, host: str, port: int, advertise: str | None, on_link: Callable[[Link], None]) -> StreamListener:
         name = (advertise or tcp.reachable_name(host)).rpartition(":")[0] or advertise or tcp.reachable_name(host)
         engine = self._engine_at(name)
-        layout = one_sided.layout(engine, self._regions)
-
-        def make_link(sock: socket.socket, peer: str) -> EngineReceiverLink:
-            current = self._engine  # not `engine`: the listener outlives it
-            if current is None:
-                raise OSError("the transport was closed")
-            return EngineReceiverLink(TcpLink(sock, peer), current, layout)
-
-        return tcp.listen(self._scheme, (host, port, advertise), make_link, on_link)
+        shared = one_sided.layout(engine, self._regions)
+        return one_sided.listen(self._scheme, (host, port, advertise), lambda: self._engine, shared, on_link)
 
     def connect(self, endpoint: str, *, deadline: float) -> EngineSenderLink:
-        sock = tcp.dial(endpoint, self._scheme, deadline)
-        try:
-            engine = self._engine_at(sock.getsockname()[0])
-        except (ConfigError, OSError) as exc:
-            sock.close()
-            raise PeerLost(f"cannot use {endpoint}: {exc}") from exc
-        return EngineSenderLink(TcpLink(sock, endpoint), engine, self._regions)
+        return one_sided.connect(endpoint, self._scheme, self._engine_at, self._regions, deadline=deadline)
 
     def close(self) -> None:
         with self._lock:

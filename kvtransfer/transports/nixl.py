@@ -17,7 +17,6 @@ import importlib
 import logging
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import threading
@@ -27,10 +26,9 @@ from typing import Any
 
 from kvtransfer.memory import SharedMemory
 from kvtransfer.region import Region
-from kvtransfer.transports import Caps, Link, one_sided, shm, tcp
-from kvtransfer.transports.one_sided import EngineReceiverLink, EngineSenderLink, Segment
+from kvtransfer.transports import Caps, Link, one_sided, shm
+from kvtransfer.transports.one_sided import EngineSenderLink, Segment
 from kvtransfer.transports.stream import StreamListener
-from kvtransfer.transports.tcp import TcpLink
 from twinpool.errors import ConfigError, PeerLost
 
 log = logging.getLogger(__name__)
@@ -77,24 +75,12 @@ class NixlTransport:
 
     def listen(self, host: str, port: int, advertise: str | None, on_link: Callable[[Link], None]) -> StreamListener:
         engine = self._registered()
-        layout = one_sided.layout(engine, self._regions)
+        shared = one_sided.layout(engine, self._regions)
         engine.start()
-
-        def make_link(sock: socket.socket, peer: str) -> EngineReceiverLink:
-            current = self._engine  # not `engine`: the listener outlives it
-            if current is None:
-                raise OSError("the transport was closed")
-            return EngineReceiverLink(TcpLink(sock, peer), current, layout)
-
-        return tcp.listen(self._scheme, (host, port, advertise), make_link, on_link)
+        return one_sided.listen(self._scheme, (host, port, advertise), lambda: self._engine, shared, on_link)
 
     def connect(self, endpoint: str, *, deadline: float) -> EngineSenderLink:
-        sock = tcp.dial(endpoint, self._scheme, deadline)
-        try:
-            return EngineSenderLink(TcpLink(sock, endpoint), self._registered(), self._regions)
-        except (PeerLost, OSError) as exc:
-            sock.close()
-            raise PeerLost(f"cannot use {endpoint}: {exc}") from exc
+        return one_sided.connect(endpoint, self._scheme, lambda _: self._registered(), self._regions, deadline=deadline)
 
     def close(self) -> None:
         with self._lock:

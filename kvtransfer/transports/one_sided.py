@@ -28,7 +28,7 @@ import errno
 import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,6 +36,9 @@ from kvtransfer import wire
 from kvtransfer.digest import row_checksums
 from kvtransfer.memory import address_of
 from kvtransfer.region import Region
+from kvtransfer.transports import Link, tcp
+from kvtransfer.transports.controlled import ControlledLink
+from kvtransfer.transports.stream import StreamListener
 from kvtransfer.transports.tcp import TcpLink
 from twinpool.errors import ConfigError, PeerLost, TransferTimeout, TwinpoolError
 
@@ -123,33 +126,45 @@ def layout(engine: Engine, regions: Sequence[Region]) -> wire.Engine:
     )
 
 
-class _ControlledLink:
-    """What both ends share: messages go over the control link as they are."""
+def listen(
+    scheme: str,
+    address: tuple[str, int, str | None],
+    current: Callable[[], Engine | None],
+    shared: wire.Engine,
+    on_link: Callable[[Link], None],
+) -> StreamListener:
+    """address: as tcp.listen takes it; current: the transport's engine, which the listener outlives; None: closed."""
+
+    def make_link(sock: socket.socket, peer: str) -> EngineReceiverLink:
+        engine = current()
+        if engine is None:
+            raise OSError("the transport was closed")
+        return EngineReceiverLink(TcpLink(sock, peer), engine, shared)
+
+    return tcp.listen(scheme, address, make_link, on_link)
+
+
+def connect(
+    endpoint: str,
+    scheme: str,
+    engine_at: Callable[[str], Engine],
+    regions: Sequence[Region],
+    *,
+    deadline: float,
+) -> EngineSenderLink:
+    """engine_at(local address): the transport's engine. Raises PeerLost, also for what that raises."""
+    sock = tcp.dial(endpoint, scheme, deadline)
+    try:
+        return EngineSenderLink(TcpLink(sock, endpoint), engine_at(sock.getsockname()[0]), regions)
+    except (ConfigError, PeerLost, OSError) as exc:
+        sock.close()
+        raise PeerLost(f"cannot use {endpoint}: {exc}") from exc
+
+
+class _EngineLink(ControlledLink):
+    """What both ends share."""
 
     one_sided = True
-
-    def __init__(self, control: TcpLink) -> None:
-        self.peer = control.peer
-        self._control = control
-        self.fileno = control.fileno
-        self.send = control.send
-        self.start = control.start
-        self.start_rows = control.start_rows
-        self.advance = control.advance
-        self.fill = control.fill
-        self.fill_rows = control.fill_rows
-        self.skip = control.skip
-        self.receive_ready = control.receive_ready
-
-    @property
-    def lease_s(self) -> float:
-        return self._control.lease_s
-
-    def agree(self, lease_s: float) -> None:
-        self._control.agree(lease_s)
-
-    def beat(self) -> None:
-        self._control.beat()
 
     def cut(self) -> None:
         """Ends reading only: the end of a sender's socket, and nothing else, tells that it writes no more."""
@@ -157,7 +172,7 @@ class _ControlledLink:
             socket.socket.shutdown(self._control._sock, socket.SHUT_RD)
 
 
-class EngineReceiverLink(_ControlledLink):
+class EngineReceiverLink(_EngineLink):
     """The decode worker's end: tells where to write, and knows when the writer is gone."""
 
     def __init__(self, control: TcpLink, engine: Engine, shared: wire.Engine) -> None:
@@ -172,18 +187,6 @@ class EngineReceiverLink(_ControlledLink):
     def share(self, *, deadline: float) -> None:
         self._is_shared = True
         self.send(self._layout, deadline=deadline)
-
-    def expect(self, row_bytes: Sequence[int]) -> None:
-        raise TypeError("rows of other sizes are refused on this link")
-
-    def attach(self, *, deadline: float) -> None:
-        raise TypeError("a receiver attaches to nothing")
-
-    def write(self, region: int, rows: Sequence[int], sources: Sequence[memoryview], *, deadline: float) -> list[int]:
-        raise TypeError("a receiver writes nothing")
-
-    def drained(self, timeout_s: float) -> bool:
-        return True
 
     def receive(self, *, deadline: float | None = None) -> wire.Frame:
         try:
@@ -245,15 +248,14 @@ class EngineReceiverLink(_ControlledLink):
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.forget_writes(self)
-        self._control.close()
+        super().close()
 
 
-class EngineSenderLink(_ControlledLink):
+class EngineSenderLink(_EngineLink):
     """The prefill worker's end: has the library write into the memory that it was told of."""
 
     def __init__(self, control: TcpLink, engine: Engine, regions: Sequence[Region]) -> None:
         super().__init__(control)
-        self.receive = control.receive
         self._engine: Engine | None = engine
         self._row_bytes = [region.row_bytes for region in regions]
         self._writes: Writes | None = None
@@ -261,15 +263,6 @@ class EngineSenderLink(_ControlledLink):
         self._num_rows: tuple[int, ...] = ()
         self._is_cut = False
         self._is_closed = False
-
-    def share(self, *, deadline: float) -> None:
-        raise TypeError("a sender shares nothing")
-
-    def fenced(self, timeout_s: float) -> bool:
-        return True
-
-    def expect(self, row_bytes: Sequence[int]) -> None:
-        raise TypeError("rows of other sizes are refused on this link")
 
     def attach(self, *, deadline: float) -> None:
         shared = self.receive(deadline=deadline).message
@@ -362,6 +355,8 @@ __all__ = [
     "EngineSenderLink",
     "Segment",
     "Writes",
+    "connect",
     "layout",
+    "listen",
     "registered_spans",
 ]

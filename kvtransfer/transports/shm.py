@@ -181,8 +181,8 @@ class ShmSenderLink(StreamLink):
         self._num_rows = wire.unpack_u32(layout.num_rows)
         if not len(self._offsets) == len(self._num_rows) == len(self._row_bytes):
             raise PeerLost(f"{self.peer} shares {len(self._offsets)} regions; {len(self._row_bytes)} are expected")
-        ends = map(_end, self._offsets, self._num_rows, self._row_bytes)
-        if max(ends, default=0) > layout.size:
+        regions = zip(self._offsets, self._num_rows, self._row_bytes, strict=True)
+        if any(offset + num_rows * row_bytes > layout.size for offset, num_rows, row_bytes in regions):
             raise PeerLost(f"{self.peer} places a region outside of the {layout.size} bytes that it shares")
         try:
             self._memory = MappedMemory(descriptor, layout.size)
@@ -190,11 +190,12 @@ class ShmSenderLink(StreamLink):
             raise PeerLost(f"cannot map the cache memory of {self.peer}: {exc}") from exc
 
     def write(self, region: int, rows: Sequence[int], sources: Sequence[memoryview], *, deadline: float) -> list[int]:
-        row_bytes, first = self._row_bytes[region], self._offsets[region] if self._memory else 0
+        if self._memory is None:
+            raise wire.Malformed(f"rows of region {region} before any memory was shared")
+        row_bytes, first = self._row_bytes[region], self._offsets[region]
         for row, source in zip(rows, sources, strict=True):
-            if self._memory is None or not 0 <= row < self._num_rows[region] or source.nbytes != row_bytes:
+            if not 0 <= row < self._num_rows[region] or source.nbytes != row_bytes:
                 raise wire.Malformed(f"row {row} of region {region} with {source.nbytes} bytes")
-        assert self._memory is not None
         return self._memory.write([first + row * row_bytes for row in rows], sources)
 
     def close(self) -> None:
@@ -205,10 +206,6 @@ class ShmSenderLink(StreamLink):
             os.close(self._lifeline)  # only now: this tells the receiver that its rows are safe
             self._lifeline = -1
         super().close()
-
-
-def _end(offset: int, num_rows: int, row_bytes: int) -> int:
-    return offset + num_rows * row_bytes
 
 
 def this_host() -> str:
