@@ -26,7 +26,6 @@ from router.config import RouterConfig
 from router.metrics import RouterMetrics
 from router.policies import POLICIES
 from router.router import Router
-from twinpool import errors
 from twinpool.client import AsyncClient
 
 SCALE = 8.0
@@ -76,22 +75,8 @@ async def _drive(client: AsyncClient, args: argparse.Namespace) -> dict[str, Any
     async with asyncio.TaskGroup() as tasks:
         for number, (arrival, outcome) in enumerate(zip(planned, outcomes, strict=True)):
             prompt = _prompt(number, arrival.shape.prompt_tokens)
-            tasks.create_task(_send(client, prompt, outcome, args.max_tokens, start))
+            tasks.create_task(workload.send(client, prompt, outcome, args.max_tokens, start))
     return summarize(outcomes, TARGETS)
-
-
-async def _send(client: AsyncClient, prompt: list[int], outcome: Outcome, max_tokens: int, start: float) -> None:
-    await asyncio.sleep(start + outcome.due_s - time.perf_counter())
-    outcome.sent_s = time.perf_counter() - start
-    try:
-        async with client.stream(
-            prompt, max_tokens=max_tokens, temperature=0, ignore_eos=True, sla_class=outcome.sla_class
-        ) as stream:
-            async for chunk in stream:
-                outcome.token_s += [time.perf_counter() - start] * len(chunk.token_ids)
-    except errors.TwinpoolError as error:
-        outcome.error = type(error).__name__
-    outcome.end_s = time.perf_counter() - start
 
 
 def compare(args: argparse.Namespace) -> int:

@@ -34,24 +34,6 @@ from twinpool.client import AsyncClient
 from twinpool.deployment import Deployment, DeploymentSpec
 
 
-async def send(client: AsyncClient, prompt: str, outcome: Outcome, max_tokens: int, start: float) -> None:
-    """Sends one request when it is due and fills in its outcome. `start` is the run's, on time.perf_counter."""
-    await asyncio.sleep(start + outcome.due_s - time.perf_counter())
-    outcome.sent_s = time.perf_counter() - start
-    try:
-        async with client.stream(
-            prompt, max_tokens=max_tokens, temperature=0, ignore_eos=True, sla_class=outcome.sla_class
-        ) as stream:
-            async for chunk in stream:
-                outcome.token_s += [time.perf_counter() - start] * len(chunk.token_ids)
-            if stream.usage is not None:
-                outcome.prompt_tokens = stream.usage.prompt_tokens
-                outcome.cached_tokens = stream.usage.cached_tokens
-    except errors.TwinpoolError as error:
-        outcome.error = type(error).__name__
-    outcome.end_s = time.perf_counter() - start
-
-
 async def drive(args: argparse.Namespace, address: str) -> list[Outcome]:
     """The whole run against `address`: prompts, warm-up one by one, then every arrival at its time."""
     shapes = (
@@ -67,11 +49,11 @@ async def drive(args: argparse.Namespace, address: str) -> list[Outcome]:
         prompts = await workload.prompts(lengths, secrets.token_hex(4), tokenize, client.detokenize, args.seed)
         jobs = list(zip(prompts, outcomes, strict=True))
         for prompt, outcome in jobs[: len(warm)]:
-            await send(client, prompt, outcome, args.max_tokens, time.perf_counter())
+            await workload.send(client, prompt, outcome, args.max_tokens, time.perf_counter())
         start = time.perf_counter() + 0.1
         async with asyncio.TaskGroup() as tasks:
             for prompt, outcome in jobs[len(warm) :]:
-                tasks.create_task(send(client, prompt, outcome, args.max_tokens, start))
+                tasks.create_task(workload.send(client, prompt, outcome, args.max_tokens, start))
     return outcomes[len(warm) :]
 
 

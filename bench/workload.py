@@ -1,4 +1,4 @@
-"""What the online benchmark sends, and when: Poisson arrivals of short and long prompts of real, distinct text.
+"""What the online benchmark sends, when, and how: Poisson arrivals of short and long prompts of real, distinct text.
 
 The text is Python's own reference documentation, which every Python installation carries (`pydoc_data.topics`). Prompts
 are windows of it that overlap only when all of it is used up, each behind a heading that no other prompt of this or an
@@ -7,10 +7,16 @@ earlier run has, so that a prefix cache never helps.
 
 from __future__ import annotations
 
+import asyncio
 import random
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pydoc_data.topics import topics
+
+from bench.report import Outcome
+from twinpool import errors
+from twinpool.client import AsyncClient
 
 Tokenize = Callable[[str], Awaitable[Sequence[int]]]
 Detokenize = Callable[[Sequence[int]], Awaitable[str]]
@@ -72,3 +78,21 @@ async def prompts(lengths: Sequence[int], run: str, tokenize: Tokenize, detokeni
         start = starts[i % len(starts)]
         texts.append(heading + await detokenize(ids[start : start + room]))
     return texts
+
+
+async def send(client: AsyncClient, prompt: str | list[int], outcome: Outcome, max_tokens: int, start: float) -> None:
+    """Sends one request when it is due and fills in its outcome. `start` is the run's, on time.perf_counter."""
+    await asyncio.sleep(start + outcome.due_s - time.perf_counter())
+    outcome.sent_s = time.perf_counter() - start
+    try:
+        async with client.stream(
+            prompt, max_tokens=max_tokens, temperature=0, ignore_eos=True, sla_class=outcome.sla_class
+        ) as stream:
+            async for chunk in stream:
+                outcome.token_s += [time.perf_counter() - start] * len(chunk.token_ids)
+            if stream.usage is not None:
+                outcome.prompt_tokens = stream.usage.prompt_tokens
+                outcome.cached_tokens = stream.usage.cached_tokens
+    except errors.TwinpoolError as error:
+        outcome.error = type(error).__name__
+    outcome.end_s = time.perf_counter() - start
