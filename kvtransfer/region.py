@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtransfer.layout import MAX_LAYOUTS, RowLayout, Shape
@@ -50,22 +50,6 @@ class Region:
 
     def row(self, row: int) -> memoryview:
         return self.buffer[row * self.row_bytes : (row + 1) * self.row_bytes]
-
-    def runs(self, rows: Sequence[int]) -> list[memoryview]:
-        """The memory of `rows` in their order, neighbours joined: the shortest scatter/gather list."""
-        size = self.row_bytes
-        return [self.buffer[first * size : (last + 1) * size] for first, last in _runs(rows)]
-
-
-def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
-    first = last = rows[0]
-    for row in rows[1:]:
-        if row == last + 1:
-            last = row
-            continue
-        yield first, last
-        first = last = row
-    yield first, last
 
 
 def check_regions(regions: Sequence[Region]) -> tuple[Region, ...]:

@@ -21,17 +21,6 @@ def test_rows_are_views_of_the_buffer() -> None:
     assert one.buffer[20] == 99
 
 
-@pytest.mark.parametrize(
-    ("rows", "lengths"),
-    [([0], [10]), ([0, 1, 2], [30]), ([2, 1, 0], [10, 10, 10]), ([0, 1, 3], [20, 10]), ([1, 1], [10, 10])],
-)
-def test_neighbours_become_one_run_and_order_is_kept(rows: list[int], lengths: list[int]) -> None:
-    one = region()
-    runs = one.runs(rows)
-    assert [len(run) for run in runs] == lengths
-    assert b"".join(runs) == b"".join(one.row(row) for row in rows)
-
-
 def test_buffers_of_any_item_type_and_shape_are_bytes() -> None:
     floats = array("d", [0.0] * 8)
     assert Region(name="a", group="kv", buffer=memoryview(floats), row_bytes=16).num_rows == 4
