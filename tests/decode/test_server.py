@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from decode.request import Reason
 from decode.server import DecodeServer, decode_note
@@ -18,7 +20,7 @@ from service.wire import sampling_to_proto
 from tests.decode.pair import Pair, alone, greedy
 from tests.decode.test_split_pools import prompt_of
 from twinpool.errors import TransferFailed
-from twinpool.sampling import SamplingParams
+from twinpool.sampling import FinishReason, SamplingParams
 from twinpool.v1 import worker_pb2 as pb
 from twinpool.v1.worker_pb2_grpc import DecodeStub, add_DecodeServicer_to_server
 
@@ -171,3 +173,12 @@ def test_note_that_is_none_is_a_failed_transfer() -> None:
     for note in (b"\xff\xff", pb.FirstTokens(tokens=[pb.SampledToken(finish_reason=9)]).SerializeToString()):  # type: ignore[arg-type]
         with pytest.raises(TransferFailed):
             decode_note(note)
+
+
+@given(st.binary(max_size=200))
+def test_random_notes_are_tokens_or_a_failed_transfer(note: bytes) -> None:
+    try:
+        tokens = decode_note(note)
+    except TransferFailed:
+        return
+    assert all(isinstance(token.finish_reason, FinishReason) and 0 <= token.token_id < 2**32 for token in tokens)

@@ -18,7 +18,16 @@ from tests import tiny_models
 from tests.decode.pair import Pair, alone, greedy, load_engine, open_pair
 from tests.decode.test_split_pools import prompt_of, prompts
 from tests.fakes import Faults
-from twinpool.errors import ChecksumMismatch, Incompatible, Internal, InvalidRequest, PeerLost, TransferTimeout
+from twinpool.errors import (
+    ChecksumMismatch,
+    Incompatible,
+    Internal,
+    InvalidRequest,
+    PeerLost,
+    TransferFailed,
+    TransferTimeout,
+)
+from twinpool.v1 import worker_pb2 as pb
 
 EngineFactory = Callable[..., Engine]
 
@@ -161,9 +170,47 @@ def test_failing_step_ends_its_requests_only(
         assert_serves(pair, oracle)
 
 
-def test_peer_with_other_weights_is_refused_and_says_so(engine: EngineFactory, tmp_path: Path) -> None:  # C8
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_nonsense_behind_right_rows_fails_its_request_only(
+    engine: EngineFactory, oracle: Engine, transport: str
+) -> None:
+    """What a prefill worker sends with its commit: any bytes, mutated tokens, too many, none, unknown ones."""
+    draw = random.Random(4)
+    with open_pair(engine(), engine(), transport=transport) as pair:
+        healthy = pair.prefill._encode_note
+
+        def nonsense(first: FirstTokens) -> bytes:
+            note = bytearray(healthy(first))
+            kind = draw.randrange(5)
+            if kind == 0:
+                return draw.randbytes(draw.randrange(100))
+            if kind == 1:
+                return bytes(note) * draw.randrange(2, 100)
+            if kind == 2:
+                return b""
+            if kind == 3:
+                return pb.FirstTokens(
+                    tokens=[pb.SampledToken(token_id=draw.randrange(1 << 16, 1 << 32))]
+                ).SerializeToString()
+            note[draw.randrange(len(note))] ^= 1 << draw.randrange(8)
+            return bytes(note)
+
+        pair.prefill._encode_note = nonsense
+        ends = [pair.call(prompt_of(20 + number), greedy(3)).wait().ended for number in range(60)]
+        pair.prefill._encode_note = healthy
+        assert {end.reason for end in ends if end is not None} <= {Reason.TRANSFER_FAILED, Reason.FINISHED}
+        failed = [end for end in ends if end is not None and end.reason is Reason.TRANSFER_FAILED]
+        assert len(failed) > 40
+        assert all(isinstance(end.error, TransferFailed) for end in failed)
+        assert_serves(pair, oracle)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_peer_with_other_weights_is_refused_and_says_so(
+    engine: EngineFactory, tmp_path: Path, transport: str
+) -> None:  # C8
     other = load_engine(tiny_models.make(tmp_path / "other", "llama", seed=1))
-    with open_pair(other, engine()) as pair:
+    with open_pair(other, engine(), transport=transport) as pair:
         call = pair.call(prompt_of(40), greedy(5)).wait()
         assert call.prefill_end is not None
         assert isinstance(call.prefill_end.error, Incompatible)

@@ -10,6 +10,8 @@ import pytest
 from tests import tiny_models
 from tests.flow.cluster import Cluster, open_cluster
 
+TRANSPORTS = ("tcp", "shm")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
@@ -20,6 +22,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.make(tmp_path_factory.mktemp("models") / "tiny", "llama")
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -30,9 +30,11 @@ def test_closing_a_stream_frees_both_workers(shared: Cluster) -> None:
         shared.assert_baseline(timeout_s=2)
 
 
-def test_cancel_after_prefill_and_before_the_transfer_ends(deploy: Callable[..., Cluster]) -> None:  # L1
-    cluster = deploy(0, 1)
-    cluster.worker("prefill", "prefill-slow", faults=Faults(delay_ms=300))
+def test_cancel_after_prefill_and_before_the_transfer_ends(
+    deploy: Callable[..., Cluster], transport: str
+) -> None:  # L1
+    cluster = deploy(0, 1, kv_transport=transport)
+    cluster.worker("prefill", "prefill-slow", faults=Faults(delay_ms=300), kv_transport=transport)
     cluster.wait_ready("prefill-slow")
     cluster.wait_workers(2)
     with cluster.client() as client:
@@ -43,9 +45,11 @@ def test_cancel_after_prefill_and_before_the_transfer_ends(deploy: Callable[...,
     cluster.assert_baseline()
 
 
-def test_request_that_never_fits_the_decode_worker_frees_the_prefill_side(deploy: Callable[..., Cluster]) -> None:  # L2
-    cluster = deploy(1, 0)
-    cluster.worker("decode", "decode-small", memory="96KiB")
+def test_request_that_never_fits_the_decode_worker_frees_the_prefill_side(
+    deploy: Callable[..., Cluster], transport: str
+) -> None:  # L2
+    cluster = deploy(1, 0, kv_transport=transport)
+    cluster.worker("decode", "decode-small", memory="96KiB", kv_transport=transport)
     cluster.wait_ready("decode-small")
     cluster.wait_workers(2)
     with cluster.client(retries=0, timeout_s=30) as client:
@@ -56,15 +60,44 @@ def test_request_that_never_fits_the_decode_worker_frees_the_prefill_side(deploy
     cluster.assert_baseline()
 
 
-def test_cancelling_three_times_around_the_end_is_harmless(shared: Cluster) -> None:  # L8
-    with shared.client() as client:
+def test_cancelling_three_times_around_the_end_is_harmless(
+    deploy: Callable[..., Cluster], oracle: Oracle, transport: str
+) -> None:  # L8
+    cluster = deploy(1, 1, kv_transport=transport)
+    with cluster.client() as client:
         for tokens in (1, 2, 3, 8):
-            stream = client.stream(PROMPT, max_tokens=tokens, ignore_eos=True)
-            seen = [next(iter(stream))]
+            stream = client.stream(PROMPT, max_tokens=tokens, temperature=0, ignore_eos=True)
+            assert list(next(iter(stream)).token_ids) == oracle.answer(PROMPT, 1, ignore_eos=True)
             for _ in range(3):
                 stream.close()
-            assert seen
-        assert len(client.generate(PROMPT, max_tokens=5, ignore_eos=True).token_ids) == 5
+        answer = client.generate(PROMPT, max_tokens=5, temperature=0, ignore_eos=True)
+        assert answer.token_ids == oracle.answer(PROMPT, 5, ignore_eos=True)
+    cluster.assert_baseline()
+    assert all(process.popen.poll() is None for process in cluster.processes.values())
+
+
+def test_a_short_prompt_does_not_wait_for_cancelled_long_ones(
+    deploy: Callable[..., Cluster], transport: str
+) -> None:  # L10
+    cluster = deploy(0, 1, kv_transport=transport, memory="32MiB")
+    prefill = cluster.worker("prefill", "prefill-0", kv_transport=transport, memory="32MiB", token_budget="32")
+    cluster.wait_ready("prefill-0")
+    cluster.wait_workers(2)
+
+    def steps() -> float:
+        return prefill.metric("twinpool_prefill_step_seconds_count")
+
+    with cluster.client(timeout_s=60) as client:
+        streams = [client.stream([20 + number] * 1500, max_tokens=2) for number in range(10)]
+        wait_until(lambda: steps() >= 2, "the first long prompt is being computed")
+        for stream in streams:
+            stream.close()
+        wait_until(lambda: not _running(cluster), "the router has dropped them", 5)
+        before = steps()
+        assert before < 200  # of some 470 that all ten need
+        assert len(client.generate([50, 60, 70], max_tokens=1).token_ids) == 1
+        assert steps() - before <= 2  # the step that was running, and its own
+    cluster.assert_baseline()
 
 
 def test_a_hundred_cancels_at_random_moments_leave_nothing(shared: Cluster, oracle: Oracle) -> None:  # L9

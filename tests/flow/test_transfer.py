@@ -12,18 +12,13 @@ import pytest
 
 from tests.fakes import Faults
 from tests.flow.cluster import Cluster, open_cluster, wait_until
+from tests.flow.conftest import TRANSPORTS
 from tests.flow.oracle import Oracle
 from twinpool import errors
 from twinpool.client import Client
 
 PROMPT = list(range(30, 120))
 NEVER = Faults(delay_ms=60_000, delay_from_region=1)  # the first layer arrives, the others do not
-TRANSPORTS = ("tcp", "shm")
-
-
-@pytest.fixture(params=TRANSPORTS)
-def transport(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -257,4 +252,28 @@ def test_a_slow_transfer_shows_in_its_own_figures_of_the_timeline(with_prefill: 
         assert before_ms + line.transfer_wait_ms + line.decode_ms <= line.total_ms + 20
         prefill = cluster.processes["prefill-0"]
         assert prefill.metric("twinpool_prefill_transfer_wait_seconds_sum") >= 0.2
+    cluster.assert_baseline()
+
+
+def test_decode_workers_with_other_rows_join_and_only_pairs_that_fit_are_made(
+    deploy: Callable[..., Cluster], oracle: Oracle, transport: str
+) -> None:  # C9
+    cluster = deploy(1, 1, kv_transport=transport)
+    cluster.worker("decode", "decode-blocks-of-32", kv_transport=transport, block_size="32")
+    cluster.worker("decode", "decode-bf16", kv_transport=transport, kv_dtype="bf16")
+    cluster.wait_ready("decode-blocks-of-32", "decode-bf16")
+    cluster.wait_workers(4)
+    used = set()
+    with cluster.client(retries=0, timeout_s=60) as client, ThreadPoolExecutor(4) as threads:
+        requests = [
+            threads.submit(client.generate, [number, *PROMPT], max_tokens=20, temperature=0, ignore_eos=True)
+            for number in range(40)
+        ]
+        for number, request in enumerate(requests):
+            answer = request.result(timeout=60)
+            assert answer.token_ids == oracle.answer([number, *PROMPT], 20, ignore_eos=True)
+            used.add(answer.timeline.decode_worker)
+    assert used == {"decode-0", "decode-blocks-of-32"}
+    assert all(process.popen.poll() is None for process in cluster.processes.values())
+    assert not cluster.processes["decode-bf16"].metric("twinpool_decode_requests_total")
     cluster.assert_baseline()

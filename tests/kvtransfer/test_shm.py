@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,8 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from kvtransfer import KvSender, Reservation, SharedMemory
+from kvtransfer import KvSender, Reservation, SharedMemory, wire
 from kvtransfer.memory import MappedMemory
 from kvtransfer.transports import shm
 from kvtransfer.transports.shm import ShmSenderLink, ShmTransport
@@ -162,6 +165,70 @@ def test_a_layout_that_leaves_the_shared_memory_is_refused_before_a_byte_is_writ
     assert isinstance(push.error, PeerLost)
     assert "outside" in push.error.message
     assert reservation.release()
+
+
+@given(
+    passed=st.lists(st.sampled_from(["memory", "loose memory", "empty memory", "pipe", "file", "socket"]), max_size=4),
+    layout=st.builds(
+        wire.Memory,
+        size=st.one_of(st.just(4096), st.integers(0, 2**63 - 1)),
+        offsets=st.lists(st.one_of(st.integers(0, 4096), st.integers(0, 2**64 - 1)), max_size=3).map(wire.pack_u64),
+        num_rows=st.lists(st.one_of(st.integers(0, 4), st.integers(0, 2**32 - 1)), max_size=3).map(wire.pack_u32),
+    ),
+    noise=st.one_of(st.none(), st.binary(max_size=60)),
+    cut=st.integers(0, 200),
+)
+@settings(max_examples=400, deadline=None)
+def test_a_receiver_that_passes_anything_gets_a_typed_error_or_no_byte_out_of_bounds(
+    passed: list[str], layout: wire.Memory, noise: bytes | None, cut: int
+) -> None:
+    regions = make_regions(4)[:2]
+    before = set(os.listdir("/proc/self/fd"))
+    ours, theirs = socket.socketpair()
+    link = ShmSenderLink(ours, "a stranger", regions)
+    try:
+        with contextlib.ExitStack() as stack:
+            descriptors = [stack.enter_context(_opened(kind)) for kind in passed]
+            socket.send_fds(theirs, [b"\0"], descriptors)
+            theirs.sendall((wire.encode(layout) if noise is None else noise)[:cut])
+            theirs.shutdown(socket.SHUT_WR)
+            try:
+                link.attach(deadline=time.monotonic() + PATIENCE_S)
+            except (PeerLost, wire.Malformed):
+                return
+        assert passed[0] == "memory"
+        assert len(passed) == 2
+        assert layout.size <= 4096
+        for region, num_rows in enumerate(wire.unpack_u32(layout.num_rows)):
+            for row in (num_rows - 1, num_rows):  # the last, and one behind it
+                source = memoryview(bytearray(regions[region].row_bytes))
+                with contextlib.nullcontext() if 0 <= row < num_rows else pytest.raises(wire.Malformed):
+                    link.write(region, [row], [source], deadline=time.monotonic() + PATIENCE_S)
+    finally:
+        link.close()
+        theirs.close()
+        assert set(os.listdir("/proc/self/fd")) == before
+
+
+@contextlib.contextmanager
+def _opened(kind: str) -> Iterator[int]:
+    """A descriptor of the kind that a confused or malicious receiver could pass."""
+    if kind == "pipe":
+        reading, descriptor = os.pipe()
+        os.close(reading)
+    elif kind == "file":
+        descriptor = os.open(os.devnull, os.O_RDWR)
+    elif kind == "socket":
+        descriptor = socket.socket().detach()
+    else:
+        descriptor = os.memfd_create("passed", os.MFD_ALLOW_SEALING)
+        os.ftruncate(descriptor, 0 if kind == "empty memory" else 4096)
+        if kind != "loose memory":
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def test_another_user_is_turned_away_by_both_ends(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
