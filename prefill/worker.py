@@ -185,6 +185,7 @@ class Worker:
             while not self._stopping:
                 self._inbox.run(wait_s=0.0 if busy else PINNED_POLL_S if self._pinned else IDLE_S)
                 self._free_unpinned()
+                self._end_failed()
                 chunks = self._scheduler.next_batch(time.monotonic())
                 busy = bool(chunks)
                 if chunks:
@@ -206,10 +207,6 @@ class Worker:
     def _step(self, chunks: list[Chunk]) -> None:
         begin = time.monotonic()
         try:
-            self._end_failed(chunks)
-            chunks = [chunk for chunk in chunks if not chunk.sequence.ended]
-            if not chunks:
-                return
             first_tokens = self._compute(chunks)
             self._share_time(chunks, time.monotonic() - begin)
             self._metrics.step_seconds.observe(time.monotonic() - begin)
@@ -224,11 +221,12 @@ class Worker:
             for chunk in chunks:
                 self._end(chunk.sequence, failure)
 
-    def _end_failed(self, chunks: list[Chunk]) -> None:
-        """Ends prompts that need not go on, or begin, because their push has failed."""
-        for sequence in (chunk.sequence for chunk in chunks):
-            if sequence.push is not None and sequence.push.error is not None:
-                self._end(sequence, sequence.push.error)
+    def _end_failed(self) -> None:
+        """Ends prompts that need not go on, or begin, because their push has failed; also those still in the queue."""
+        for sequence in list(self._open):
+            push = sequence.push
+            if push is not None and push.error is not None and sequence not in self._transferring:
+                self._end(sequence, push.error)
 
     def _compute(self, chunks: list[Chunk]) -> list[tuple[Sequence, list[Sampled]]]:
         """Runs the step; the first tokens of the prompts that are complete with it."""

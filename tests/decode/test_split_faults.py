@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import random
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +16,9 @@ import torch
 from decode.request import Ended, Reason, Reserved, Token
 from engine.engine import Engine
 from prefill.request import Finished, FirstTokens
+from prefill.request import Request as PrefillRequest
 from tests import tiny_models
-from tests.decode.pair import Pair, alone, greedy, load_engine, open_pair
+from tests.decode.pair import TIMEOUT_S, Pair, alone, greedy, load_engine, open_pair
 from tests.decode.test_split_pools import prompt_of, prompts
 from tests.fakes import Faults
 from twinpool.errors import (
@@ -35,6 +38,13 @@ EngineFactory = Callable[..., Engine]
 def assert_serves(pair: Pair, oracle: Engine) -> None:
     (call,) = pair.generate([prompt_of(40)], greedy(12))
     assert call.token_ids() == alone(oracle, prompt_of(40), greedy(12))
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("moment", [Reserved, FirstTokens, Token])
@@ -167,6 +177,48 @@ def test_failing_step_ends_its_requests_only(
         assert end is not None
         assert isinstance(end.error, Internal)
         assert "injected" in end.error.message
+        assert_serves(pair, oracle)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_a_queued_prompt_whose_link_breaks_ends_before_its_turn(
+    engine: EngineFactory, oracle: Engine, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    steps = threading.Semaphore(0)
+    with open_pair(engine(), engine(), transport=transport, token_budget=32) as pair:
+        forward = pair.prefill_engine.forward
+
+        def one_step(*args: Any, **kwargs: Any) -> torch.Tensor:
+            assert steps.acquire(timeout=TIMEOUT_S)
+            return forward(*args, **kwargs)
+
+        monkeypatch.setattr(pair.prefill_engine, "forward", one_step)
+        ahead: queue.Queue[Any] = queue.Queue()
+        pair.prefill.submit(  # four steps, and no transfer
+            PrefillRequest(
+                request_id="ahead",
+                attempt=1,
+                token_ids=prompt_of(128),
+                num_prompt_tokens=128,
+                sampling=greedy(1),
+                input_class="short",
+            ),
+            ahead.put,
+        )
+        behind = pair.call(prompt_of(40), greedy(5)).wait_for(Reserved)
+        assert behind.prefill is not None
+        push = behind.prefill.push
+        assert push is not None
+        until(lambda: pair.receiver._links)
+        for link in list(pair.receiver._links):
+            link.cut()
+        until(lambda: push.error is not None)
+        steps.release()  # of the prompt ahead; the broken one is found after it
+        while not isinstance(end := behind.events.get(timeout=TIMEOUT_S), Finished):
+            pass  # a router would cancel when the decode worker reports the break; this one does nothing
+        assert isinstance(end.error, PeerLost)
+        assert ahead.empty()
+        steps.release(100)
         assert_serves(pair, oracle)
 
 
