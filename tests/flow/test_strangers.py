@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from kvtransfer import KvSender, Region, wire
 from kvtransfer.target import Span, Target
+from tests.certificates import Authority
 from tests.flow.cluster import Cluster, Process
 from tests.flow.oracle import Oracle
 from twinpool.client import Client
@@ -115,6 +117,42 @@ def test_who_lacks_the_key_is_refused_on_both_planes(
     assert push.closed.wait(15)
     assert isinstance(push.error, Unauthenticated)
     stranger.close()
+    with cluster.client() as client:
+        assert_answers(client)
+    cluster.assert_baseline()
+
+
+def test_with_certificates_both_planes_are_closed_to_who_has_none(
+    deploy: Callable[..., Cluster], tiny_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ours = Authority(tmp_path / "ca").issue("worker")
+    theirs = Authority(tmp_path / "another-ca").issue("worker")
+    for name in ("cert", "key", "ca"):
+        monkeypatch.setenv(f"TWINPOOL_TLS_{name.upper()}", str(getattr(ours, name)))
+    cluster = deploy(1, 1, kv_transport="tcp")
+    with cluster.client() as client:
+        answer = client.generate(PROMPT, max_tokens=12, temperature=0, ignore_eos=True)
+        assert answer.token_ids == Oracle(tiny_model).answer(PROMPT, 12, ignore_eos=True)
+    port = kv_port(cluster.processes["decode-0"])
+    hello = wire.encode(wire.Hello(protocol=wire.PROTOCOL, nonce=bytes(16)))
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
+        plain.sendall(hello)
+        assert b"over TLS only" in plain.recv(4096)
+    context = ssl.create_default_context(cafile=str(ours.ca))
+    for issued in (None, theirs):
+        if issued is not None:
+            context.load_cert_chain(issued.cert, issued.key)
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=10) as sock,
+            context.wrap_socket(sock, server_hostname="127.0.0.1") as encrypted,
+        ):
+            encrypted.sendall(hello)
+            with pytest.raises((ssl.SSLError, ConnectionError)):  # TLS 1.3 refuses at the first read
+                encrypted.recv(4096)
+    for process in cluster.processes.values():
+        with grpc.insecure_channel(process.address) as channel, pytest.raises(grpc.RpcError) as refused:
+            worker_pb2_grpc.PrefillStub(channel).Run(worker_pb2.PrefillRequest(), timeout=10).next()
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
     with cluster.client() as client:
         assert_answers(client)
     cluster.assert_baseline()

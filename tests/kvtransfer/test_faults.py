@@ -111,7 +111,7 @@ def test_a_lost_write_is_found_by_its_checksum() -> None:
 def test_a_lost_commit_ends_both_sides_by_their_deadlines(pair: Pair) -> None:  # L7
     with faulty(pair, Faults(drop="Commit")) as sender:
         reservation, ends = pair.reserve([1, 2])
-        push = pair.open(reservation, timeout_s=0.2, sender=sender)
+        push = pair.open(reservation, timeout_s=1, sender=sender)  # enough to make the link
         for layer in range(PUTS):
             push.put(layer, [0, 1], [3, 4])
         push.commit(b"", lambda _: None)
