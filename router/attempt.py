@@ -24,6 +24,7 @@ from router.predictor import Predictor
 from router.timeline import Timeline
 from router.wire import DecodeEnd, FirstTokens, Job, Token
 from twinpool.errors import (
+    ChecksumMismatch,
     DeadlineExceeded,
     Duplicate,
     Internal,
@@ -38,8 +39,6 @@ from twinpool.errors import (
 
 _FINAL = (InvalidRequest, UnknownModel, Duplicate, DeadlineExceeded)  # no other worker would say otherwise
 _FULL_RETRY_AFTER_S = 1.0  # what a client is told when all attempts met workers without room
-
-
 _LAST_WORDS_S = 1.0
 
 
@@ -253,10 +252,17 @@ class Attempt:
         if isinstance(error, _FINAL):
             self._done.set_exception(error)
             return
-        if not isinstance(error, Overloaded):  # a full worker is no faulty one
-            for worker in workers:
-                self._registry.failed(worker, error)
+        for worker in self._suspects(error, workers):
+            self._registry.failed(worker, error)
         self._done.set_exception(AttemptFailed(error, workers))
+
+    def _suspects(self, error: TwinpoolError, workers: Sequence[Worker]) -> Sequence[Worker]:
+        """Those of `workers` that `error` speaks against. The next attempt avoids them all, guilty or not."""
+        if isinstance(error, Overloaded):
+            return []  # a full worker is no faulty one
+        if isinstance(error, ChecksumMismatch):  # found by the receiver: it is the sender, or its link, that is bad
+            return [self._pair.prefill]
+        return workers
 
     def _remaining_s(self) -> float:
         return max(0.0, self._deadline - time.monotonic())

@@ -3,6 +3,9 @@
 closed    all is well; `threshold` faults in a row, or one loss of the connection, open it
 open      nothing is sent for a pause that doubles with every opening
 half-open the pause is over: one request goes through as the probe; its success closes, its fault opens again
+
+Open by counted faults is a suspicion, for they may have been a partner's or a link's. Open by a lost connection is more
+than that: nobody is there to answer.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ class Breaker:
         self._openings = 0  # without a success between them
         self._retry_at = 0.0  # when the pause ends; only counts while _openings > 0
         self._probing = False
+        self._unreachable = False  # it was a lost connection that opened it
 
     @property
     def allows(self) -> bool:
@@ -38,6 +42,13 @@ class Breaker:
     def pause_s(self) -> float:
         """Seconds until a probe may be sent; 0 when closed or already over."""
         return max(0.0, self._retry_at - self._clock()) if self._openings else 0.0
+
+    @property
+    def suspicion(self) -> float | None:
+        """How much speaks against the worker, next to others; None: no use asking it before the pause ends."""
+        if self._openings and self._unreachable:
+            return None
+        return float(self._openings)
 
     def begin(self) -> bool:
         """Notes that a request is sent; whether it is the probe, which must be ended with `end_probe`."""
@@ -62,3 +73,4 @@ class Breaker:
             self._retry_at = self._clock() + pause * random.uniform(0.8, 1.2)  # routers do not probe in step
             self._openings += 1
             self._faults = 0
+            self._unreachable = connection_lost

@@ -284,7 +284,17 @@ class Placement:
         return backlog_s <= self._lookahead_s or not option.worker.claims
 
     def _usable(self, pool: Pool) -> list[Worker]:
-        return [worker for worker in self._registry.pool(pool) if worker.state is WorkerState.READY]
+        """The ready ones; of a fingerprint without any, the least suspect: better a doubtful one than a refusal."""
+        usable = [worker for worker in self._registry.pool(pool) if worker.state is WorkerState.READY]
+        ready = _fingerprints(usable)
+        doubtful: dict[str, tuple[float, Worker]] = {}
+        for worker in self._registry.pool(pool):
+            fingerprint, suspicion = worker.info.fingerprint, worker.suspicion
+            if fingerprint not in ready and suspicion is not None:
+                known = doubtful.get(fingerprint)
+                if known is None or suspicion < known[0]:
+                    doubtful[fingerprint] = suspicion, worker
+        return usable + [worker for _, worker in doubtful.values()]
 
     @staticmethod
     def _fits(worker: Worker, demand: Demand) -> bool:

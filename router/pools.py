@@ -115,6 +115,13 @@ class Worker:
         return WorkerState.READY if usable else WorkerState.SUSPECT
 
     @property
+    def suspicion(self) -> float | None:
+        """How much speaks against a worker that would be there to answer; None for one that is not, or is leaving."""
+        if not self.connected or self.load is None or self.load.draining:
+            return None
+        return self.breaker.suspicion
+
+    @property
     def rows_free(self) -> int:
         """Rows that a new request could take: the last report less what it cannot know of yet."""
         free = self.load.rows_free if self.load is not None else 0

@@ -73,3 +73,17 @@ def test_pause_doubles_with_every_failed_probe_up_to_a_limit(breaker: Breaker, c
         breaker.failed()
         breaker.end_probe()
         assert 0.8 * pause <= breaker.pause_s <= 1.2 * pause
+
+
+def test_counted_faults_are_a_suspicion_and_a_lost_connection_is_more(breaker: Breaker, clock: Clock) -> None:
+    assert breaker.suspicion == 0
+    for _ in range(3):
+        breaker.failed()
+    assert breaker.suspicion == 1
+    clock.now += 1.3
+    breaker.begin()
+    breaker.failed(connection_lost=True)
+    breaker.end_probe()
+    assert breaker.suspicion is None
+    breaker.succeeded()
+    assert breaker.suspicion == 0

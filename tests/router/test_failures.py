@@ -373,3 +373,15 @@ async def test_rolling_restart_of_every_worker_fails_no_request(api: Api, fakes:
         await asyncio.sleep(0.1)
     done.set()
     await asyncio.gather(*clients)
+
+
+async def test_a_receiver_that_refuses_corrupt_rows_is_not_to_blame(api: Api, fakes: Deployment) -> None:
+    await fakes.prefill()
+    decode = await fakes.decode()
+    await api.ready(2)
+    decode.faults += [Fault.TRANSFER_FAILED] * 3  # with ChecksumMismatch
+    with pytest.raises(errors.TransferFailed):
+        await api.generate(PROMPT, max_tokens=9)
+    states = {worker.info.worker_id: worker.state.name for worker in api.router.registry}
+    assert states == {"p0": "SUSPECT", "d0": "READY"}
+    assert list((await api.generate(PROMPT, max_tokens=9)).choices[0].token_ids) == answer(PROMPT, 9)

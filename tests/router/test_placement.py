@@ -9,9 +9,9 @@ import pytest
 from router.classifier import Classifier, SlaClass
 from router.decisions import figures
 from router.placement import Demand, Pair, Placement, Wait
-from router.pools import Pool, Registry, WorkerLoad
+from router.pools import Pool, Registry, Worker, WorkerLoad, WorkerState
 from tests.router.workers import join, registry
-from twinpool.errors import WorkerLost
+from twinpool.errors import TransferFailed, WorkerLost
 from twinpool.prefix import PromptDigests
 
 
@@ -236,3 +236,46 @@ async def test_workers_of_other_block_sizes_are_paired_and_rows_counted_in_their
     assert ids(pair) == ("p0", "d0")
     assert small.rows_free == 0
     assert not isinstance(chooser.choose(demand(num_tokens=1)), Pair)  # and d1 is never taken instead
+
+
+def suspect(pools: Registry, worker: Worker) -> None:
+    for _ in range(3):
+        pools.failed(worker, TransferFailed("a row was lost"))
+    assert worker.state is WorkerState.SUSPECT
+
+
+async def test_the_last_worker_of_a_pool_is_used_whatever_is_suspected_of_it() -> None:
+    pools = registry()
+    join(pools, "p0")
+    last = join(pools, "d0")
+    suspect(pools, last)
+    chooser = placement(pools)
+    assert chooser.missing() is None
+    assert ids(chooser.choose(demand())) == ("p0", "d0")
+    join(pools, "d1")
+    assert [ids(chooser.choose(demand()))[1] for _ in range(3)] == ["d1"] * 3
+    await pools.close()
+
+
+async def test_of_several_suspects_the_least_suspect_is_used() -> None:
+    pools = registry()
+    join(pools, "p0")
+    suspects = [join(pools, "d0"), join(pools, "d1")]
+    for worker in suspects:
+        suspect(pools, worker)
+    chooser = placement(pools)
+    pair = chooser.choose(demand())
+    assert isinstance(pair, Pair)
+    assert pair.decode is suspects[0]
+    pools.failed(suspects[0], TransferFailed("and again"))
+    pair.release()
+    assert ids(chooser.choose(demand())) == ("p0", "d1")
+    await pools.close()
+
+
+async def test_a_worker_that_nobody_reaches_is_not_used_though_it_is_the_last() -> None:
+    pools = registry()
+    join(pools, "p0")
+    pools.failed(join(pools, "d0"), WorkerLost("gone"))
+    assert "no usable decode worker (1 joined" in (placement(pools).missing() or "")
+    await pools.close()
