@@ -25,6 +25,8 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_STATE_READY: _ClassVar[WorkerState]
     WORKER_STATE_DRAINING: _ClassVar[WorkerState]
     WORKER_STATE_SUSPECT: _ClassVar[WorkerState]
+    WORKER_STATE_JOINING: _ClassVar[WorkerState]
+    WORKER_STATE_PROBING: _ClassVar[WorkerState]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -35,6 +37,8 @@ WORKER_STATE_UNSPECIFIED: WorkerState
 WORKER_STATE_READY: WorkerState
 WORKER_STATE_DRAINING: WorkerState
 WORKER_STATE_SUSPECT: WorkerState
+WORKER_STATE_JOINING: WorkerState
+WORKER_STATE_PROBING: WorkerState
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content")
@@ -209,7 +213,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("queued_ms", "reserve_ms", "prefill_ms", "transfer_ms", "transfer_wait_ms", "ttft_ms", "tpot_ms", "total_ms", "transfer_bytes", "prefill_worker", "decode_worker", "attempts", "sla_class", "input_class", "prefill_queue_ms", "decode_ms")
+    __slots__ = ("queued_ms", "reserve_ms", "prefill_ms", "transfer_ms", "transfer_wait_ms", "ttft_ms", "tpot_ms", "total_ms", "transfer_bytes", "prefill_worker", "decode_worker", "attempts", "sla_class", "input_class", "prefill_queue_ms", "decode_ms", "mode")
     QUEUED_MS_FIELD_NUMBER: _ClassVar[int]
     RESERVE_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
@@ -226,6 +230,7 @@ class Timeline(_message.Message):
     INPUT_CLASS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     DECODE_MS_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
     queued_ms: float
     reserve_ms: float
     prefill_ms: float
@@ -242,7 +247,8 @@ class Timeline(_message.Message):
     input_class: str
     prefill_queue_ms: float
     decode_ms: float
-    def __init__(self, queued_ms: _Optional[float] = ..., reserve_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., transfer_wait_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., attempts: _Optional[int] = ..., sla_class: _Optional[str] = ..., input_class: _Optional[str] = ..., prefill_queue_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ...) -> None: ...
+    mode: str
+    def __init__(self, queued_ms: _Optional[float] = ..., reserve_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., transfer_wait_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., attempts: _Optional[int] = ..., sla_class: _Optional[str] = ..., input_class: _Optional[str] = ..., prefill_queue_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., mode: _Optional[str] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "text", "chat", "no_special_tokens")
@@ -371,7 +377,7 @@ class GetPoolsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "pool", "address", "state", "running", "waiting", "rows_total", "rows_free", "tokens_per_s", "age_s", "fingerprint", "version")
+    __slots__ = ("worker_id", "pool", "address", "state", "running", "waiting", "rows_total", "rows_free", "tokens_per_s", "age_s", "fingerprint", "version", "reason")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -384,6 +390,7 @@ class WorkerStatus(_message.Message):
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     pool: Pool
     address: str
@@ -396,14 +403,17 @@ class WorkerStatus(_message.Message):
     age_s: float
     fingerprint: str
     version: str
-    def __init__(self, worker_id: _Optional[str] = ..., pool: _Optional[_Union[Pool, str]] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., rows_total: _Optional[int] = ..., rows_free: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., age_s: _Optional[float] = ..., fingerprint: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+    reason: str
+    def __init__(self, worker_id: _Optional[str] = ..., pool: _Optional[_Union[Pool, str]] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., rows_total: _Optional[int] = ..., rows_free: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., age_s: _Optional[float] = ..., fingerprint: _Optional[str] = ..., version: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class GetPoolsResponse(_message.Message):
-    __slots__ = ("workers", "queued", "running")
+    __slots__ = ("workers", "queued", "running", "mode")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     queued: int
     running: int
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ...) -> None: ...
+    mode: str
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., mode: _Optional[str] = ...) -> None: ...

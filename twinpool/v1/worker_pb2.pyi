@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "pool", "address", "model", "fingerprint", "version", "block_size", "max_context", "rows_total")
+    __slots__ = ("worker_id", "incarnation", "pool", "address", "model", "fingerprint", "version", "block_size", "max_context", "rows_total", "serves_alone")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,7 @@ class WorkerInfo(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     ROWS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    SERVES_ALONE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     pool: _router_pb2.Pool
@@ -30,7 +31,8 @@ class WorkerInfo(_message.Message):
     block_size: int
     max_context: int
     rows_total: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pool: _Optional[_Union[_router_pb2.Pool, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., version: _Optional[str] = ..., block_size: _Optional[int] = ..., max_context: _Optional[int] = ..., rows_total: _Optional[int] = ...) -> None: ...
+    serves_alone: bool
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pool: _Optional[_Union[_router_pb2.Pool, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., version: _Optional[str] = ..., block_size: _Optional[int] = ..., max_context: _Optional[int] = ..., rows_total: _Optional[int] = ..., serves_alone: _Optional[bool] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("running", "waiting", "rows_free", "tokens_per_s", "waiting_tokens", "draining", "waiting_long_tokens", "prefix_digests")
@@ -93,7 +95,7 @@ class SampledToken(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[_router_pb2.TopLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_router_pb2.FinishReason, str]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "token_ids", "num_prompt_tokens", "sampling", "input_class", "sla_class", "transfer_target", "first_choice", "priority", "cache_salt")
+    __slots__ = ("request_id", "attempt", "token_ids", "num_prompt_tokens", "sampling", "input_class", "sla_class", "transfer_target", "first_choice", "priority", "cache_salt", "generate", "probe")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +107,8 @@ class PrefillRequest(_message.Message):
     FIRST_CHOICE_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    GENERATE_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -116,15 +120,19 @@ class PrefillRequest(_message.Message):
     first_choice: int
     priority: int
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_router_pb2.Sampling, _Mapping]] = ..., input_class: _Optional[str] = ..., sla_class: _Optional[str] = ..., transfer_target: _Optional[bytes] = ..., first_choice: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    generate: bool
+    probe: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_router_pb2.Sampling, _Mapping]] = ..., input_class: _Optional[str] = ..., sla_class: _Optional[str] = ..., transfer_target: _Optional[bytes] = ..., first_choice: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., generate: _Optional[bool] = ..., probe: _Optional[bool] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
-    __slots__ = ("first_tokens", "transferred")
+    __slots__ = ("first_tokens", "transferred", "tokens")
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRANSFERRED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     first_tokens: FirstTokens
     transferred: Transferred
-    def __init__(self, first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ..., transferred: _Optional[_Union[Transferred, _Mapping]] = ...) -> None: ...
+    tokens: TokensOut
+    def __init__(self, first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ..., transferred: _Optional[_Union[Transferred, _Mapping]] = ..., tokens: _Optional[_Union[TokensOut, _Mapping]] = ...) -> None: ...
 
 class FirstTokens(_message.Message):
     __slots__ = ("tokens", "cached_tokens", "queue_ms", "prefill_ms", "prompt_logprobs", "compute_ms")
@@ -163,7 +171,7 @@ class DecodeCommand(_message.Message):
     def __init__(self, submit: _Optional[_Union[DecodeSubmit, _Mapping]] = ..., cancel: _Optional[_Union[DecodeCancel, _Mapping]] = ...) -> None: ...
 
 class DecodeSubmit(_message.Message):
-    __slots__ = ("request_id", "attempt", "token_ids", "num_prompt_tokens", "sampling", "first_choice", "timeout_ms", "tpot_target_ms", "sla_class", "priority", "max_batch")
+    __slots__ = ("request_id", "attempt", "token_ids", "num_prompt_tokens", "sampling", "first_choice", "timeout_ms", "tpot_target_ms", "sla_class", "priority", "max_batch", "local_prefill", "probe")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -175,6 +183,8 @@ class DecodeSubmit(_message.Message):
     SLA_CLASS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -186,7 +196,9 @@ class DecodeSubmit(_message.Message):
     sla_class: str
     priority: int
     max_batch: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_router_pb2.Sampling, _Mapping]] = ..., first_choice: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., tpot_target_ms: _Optional[float] = ..., sla_class: _Optional[str] = ..., priority: _Optional[int] = ..., max_batch: _Optional[int] = ...) -> None: ...
+    local_prefill: bool
+    probe: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_router_pb2.Sampling, _Mapping]] = ..., first_choice: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., tpot_target_ms: _Optional[float] = ..., sla_class: _Optional[str] = ..., priority: _Optional[int] = ..., max_batch: _Optional[int] = ..., local_prefill: _Optional[bool] = ..., probe: _Optional[bool] = ...) -> None: ...
 
 class DecodeCancel(_message.Message):
     __slots__ = ("request_id", "attempt", "choice")
@@ -205,18 +217,20 @@ class DecodeEvents(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[DecodeEvent, _Mapping]]] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
-    __slots__ = ("request_id", "attempt", "reserved", "tokens", "ended")
+    __slots__ = ("request_id", "attempt", "reserved", "tokens", "ended", "first_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     reserved: Reserved
     tokens: TokensOut
     ended: DecodeEnded
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., tokens: _Optional[_Union[TokensOut, _Mapping]] = ..., ended: _Optional[_Union[DecodeEnded, _Mapping]] = ...) -> None: ...
+    first_tokens: FirstTokens
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., tokens: _Optional[_Union[TokensOut, _Mapping]] = ..., ended: _Optional[_Union[DecodeEnded, _Mapping]] = ..., first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ...) -> None: ...
 
 class Reserved(_message.Message):
     __slots__ = ("transfer_target",)

@@ -168,7 +168,8 @@ class PrefillServicer:
 
     def Run(self, request, context):
         """Computes one prompt, pushes its rows to the target, samples the first token of every choice.
-        Events in order: FirstTokens, then Transferred (not sent when the target is empty). Cancelling the call frees all.
+        Events in order: FirstTokens, then Transferred (not sent when the target is empty), or with `generate` the rest of
+        the answer, a TokensOut a step. Cancelling the call frees all.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
