@@ -41,6 +41,7 @@ check: .venv/.dev
 bench: .venv/.run
 	$(BIN)/python -m bench.quality
 	$(BIN)/python -m bench.kernels
+	$(BIN)/python -m bench.moe
 	$(BIN)/python -m bench.offline --quick
 	$(BIN)/python -m bench.transfer --seconds 10
 	$(BIN)/python -m bench.online --local --rate 0.5 --requests 20 --mix 70:30

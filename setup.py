@@ -8,7 +8,8 @@ and hashed in separate passes.
 from setuptools import Extension, setup
 
 CSRC = "engine/ops/csrc"
-SOURCES = ["api", "decoder", "threads", "isa_generic", "isa_avx2", "isa_avx512", "isa_avx512vnni", "isa_avx512bf16"]
+ISAS = ["generic", "avx2", "avx512", "avx512vnni", "avx512bf16"]
+SOURCES = ["api", "decoder", "moe", "topk", "threads", *(f"isa_{isa}" for isa in ISAS)]
 HEADERS = [
     "dispatch.h",
     "isa.h",
@@ -21,6 +22,7 @@ HEADERS = [
     "linear.inl",
     "attention.inl",
     "kv_store.inl",
+    "moe.inl",
     "elementwise.inl",
 ]
 

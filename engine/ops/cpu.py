@@ -19,11 +19,42 @@ import torch.nn.functional as F
 from engine.kv_cache import KvView
 from engine.ops import native
 from engine.ops.cpu_decoder import Decoder
+from engine.ops.cpu_moe import (
+    Experts,
+    LinearGroups,
+    grouped_linear,
+    moe_experts,
+    moe_gating_top_k,
+    pack_experts,
+    pack_groups,
+)
 from engine.quantization import AS_LOADED, W8A8, WEIGHT_FORMATS, quantize_rows
 
 if TYPE_CHECKING:
     from engine.model_config import ModelConfig
     from engine.models.dense import Layer
+
+__all__ = [
+    "Experts",
+    "Linear",
+    "LinearGroups",
+    "add_rms_norm",
+    "decode_attention",
+    "decoder",
+    "grouped_linear",
+    "linear",
+    "moe_experts",
+    "moe_gating_top_k",
+    "pack_experts",
+    "pack_groups",
+    "pack_linear",
+    "prefill_attention",
+    "rms_norm",
+    "rope",
+    "set_num_threads",
+    "silu_mul",
+    "store_kv",
+]
 
 NAME = "cpu"
 

@@ -80,6 +80,18 @@ class DecoderArgs(ctypes.Structure):
     )
 
 
+class ExpertsArgs(ctypes.Structure):
+    """struct ExpertsArgs of moe.cpp."""
+
+    _fields_ = (
+        ("num_experts", _SIZE),
+        ("gate_up", _LINEAR),
+        ("down", _LINEAR),
+        ("gated_rotation", _LINEAR),
+        ("limit", _FLOAT),
+    )
+
+
 class Event(ctypes.Structure):
     """struct Event of decoder.cpp."""
 
@@ -101,7 +113,7 @@ class StepArgs(ctypes.Structure):
     )
 
 
-# Parameters as in api.cpp.
+# Parameters as in api.cpp, moe.cpp and decoder.cpp.
 _FUNCTIONS = {
     "twinpool_set_num_threads": (_INT,),
     "twinpool_linear": (_LINEAR, _POINTER, _SIZE, _SIZE, _POINTER),
@@ -113,6 +125,15 @@ _FUNCTIONS = {
         *(_CACHE, _INT, _POINTER, _SIZE, _SIZE, _INT),
         *(_POINTER, _SIZE, _INT, _POINTER, _POINTER, _FLOAT, _POINTER),
     ),
+    "twinpool_gating": (
+        *(_INT, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _SIZE, _SIZE),
+        *(_POINTER, _POINTER, _INT, _FLOAT, _FLOAT, _POINTER, _POINTER),
+    ),
+    "twinpool_moe_experts": (
+        ctypes.POINTER(ExpertsArgs),
+        *(_POINTER, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER),
+    ),
+    "twinpool_grouped_linear": (_LINEAR, _SIZE, _POINTER, _SIZE, _SIZE, _SIZE, _POINTER),
     "twinpool_decoder": (ctypes.POINTER(DecoderArgs), ctypes.POINTER(StepArgs), _INT, _INT),
 }
 

@@ -58,11 +58,14 @@ void silu_mul_row(const SiluMulArgs& args, int64_t row) {
   const T* gate = reinterpret_cast<const T*>(args.gate_up + row * args.stride);
   const T* up = gate + width;
   T* out = reinterpret_cast<T*>(args.out) + row * width;
+  const F32 limit = splat(args.limit);
   for (int64_t i = 0; i < width; i += kLanes) {
-    const F32 x = load(gate + i, width - i);
+    F32 x = load(gate + i, width - i), factor = load(up + i, width - i);
+    x = x > limit ? limit : x;
+    factor = factor > limit ? limit : factor < -limit ? -limit : factor;
     const F32 negative = -x > 88.0f ? splat(88.0f) : -x;
     const F32 silu = rounded_to<T>(x / (1.0f + exp(negative)));
-    store(out + i, silu * load(up + i, width - i), width - i);
+    store(out + i, silu * factor, width - i);
   }
 }
 

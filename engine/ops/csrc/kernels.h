@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 namespace twinpool {
 
@@ -112,6 +113,38 @@ struct SiluMulArgs {
   Dtype dtype;
   const char* gate_up;  // [rows, 2 * width]
   int64_t stride, width;
+  char* out;     // contiguous
+  float limit = std::numeric_limits<float>::infinity();  // of the gate from above, of up both ways
+};
+
+// What turns a row of router logits into scores.
+enum class Score : int32_t { softmax = 0, sigmoid = 1, sqrtsoftplus = 2 };
+
+// Chooses k experts for each row of logits, and their weights (reference.py: moe_gating_top_k).
+struct GatingArgs {
+  Score score;
+  const char* logits;  // fp32 [rows, num_experts]
+  int64_t stride, num_experts, k;
+  const float* bias;                   // null, or [num_experts]
+  int64_t num_groups, groups_kept;     // 1, 1 without groups
+  const int64_t* token_ids;            // null, or [rows]; then the experts of a row are
+  const int32_t* experts_of_token;     // [vocabulary, k] at its token
+  bool renormalize;
+  float scale, eps;
+  float* weights;    // [rows, k]
+  int32_t* experts;  // [rows, k]
+};
+
+// The indices of the k largest of n values, in the order and with the choice among equals of torch.topk (topk.cpp).
+void top_as_torch(const float* values, int64_t n, int64_t k, int32_t* indices);
+
+// out [rows, width] = the sum over j < k of weights[row, j] * rows[places[row * k + j]].
+struct CombineArgs {
+  Dtype dtype;
+  const char* rows;  // contiguous
+  const float* weights;
+  const int32_t* places;
+  int64_t k, width;
   char* out;  // contiguous
 };
 
@@ -123,6 +156,8 @@ struct Kernels {
   void (*rms_norm)(const RmsNormArgs&, int64_t row);
   void (*rope)(const RopeArgs&, int64_t token);
   void (*silu_mul)(const SiluMulArgs&, int64_t row);
+  void (*gating)(const GatingArgs&, int64_t row);
+  void (*combine)(const CombineArgs&, int64_t row);
 };
 
 namespace generic {

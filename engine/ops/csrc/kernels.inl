@@ -11,5 +11,6 @@
 #include "elementwise.inl"
 #include "kv_store.inl"
 #include "linear.inl"
+#include "moe.inl"
 
-const Kernels kernels = {linear, quantize, store_kv, attention, rms_norm, rope, silu_mul};
+const Kernels kernels = {linear, quantize, store_kv, attention, rms_norm, rope, silu_mul, gating, combine};
