@@ -1,0 +1,115 @@
+"""Pools grow, shrink and are renewed under load, and nobody who asks notices."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.fakes import Faults
+from tests.flow.cluster import Cluster, wait_until
+from tests.flow.oracle import Oracle
+from twinpool.client import Client
+
+PROMPTS = [[(7 * i + 13 * j) % 230 + 10 for j in range(20 + 15 * i)] for i in range(6)]
+TOKENS = 60
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_model: Path) -> Oracle:
+    return Oracle(tiny_model)
+
+
+@contextmanager
+def load(client: Client, oracle: Oracle, num_clients: int = 4) -> Iterator[None]:
+    """Asks all the while; afterwards every answer must have come, and be the right one."""
+    right = [oracle.answer(prompt, TOKENS, ignore_eos=True) for prompt in PROMPTS]
+    over = threading.Event()
+
+    def ask(first: int) -> int:
+        for number in itertools.count(first):
+            if over.is_set():
+                return number - first
+            prompt = PROMPTS[number % len(PROMPTS)]
+            answer = client.generate(prompt, max_tokens=TOKENS, temperature=0, ignore_eos=True, n=1 + number % 2)
+            assert all(choice.token_ids == right[number % len(PROMPTS)] for choice in answer.choices)
+        raise AssertionError("not reached")
+
+    with ThreadPoolExecutor(num_clients) as threads:
+        asked: list[Future[int]] = [threads.submit(ask, first) for first in range(num_clients)]
+        try:
+            yield
+        finally:
+            over.set()
+        assert min(future.result() for future in asked) > 0
+
+
+def stop(cluster: Cluster, *names: str) -> None:
+    for name in names:
+        assert cluster.processes[name].stop(60) == 0, name
+
+
+def test_pools_shrink_and_grow_under_load_without_a_failed_request(
+    deploy: Callable[..., Cluster], oracle: Oracle
+) -> None:  # R7
+    cluster = deploy(2, 3)
+    with cluster.client(retries=0, timeout_s=60) as client:
+        with load(client, oracle):
+            wait_until(lambda: client.pools().running >= 3, "the load runs")
+            stop(cluster, "decode-0", "decode-2", "prefill-0")
+            assert {worker.worker_id for worker in client.pools().workers} == {"decode-1", "prefill-1"}
+            for pool in ("decode", "prefill"):
+                cluster.worker(pool, f"{pool}-new")
+            cluster.wait_ready("decode-new", "prefill-new")
+            cluster.wait_workers(4)
+            wait_until(lambda: used(cluster, "decode-new", "prefill-new"), "the new workers are used")
+    cluster.assert_baseline()
+
+
+def test_every_worker_is_restarted_in_turn_under_load_without_a_failed_request(
+    deploy: Callable[..., Cluster], oracle: Oracle
+) -> None:  # R7
+    cluster = deploy(2, 2)
+    with cluster.client(retries=0, timeout_s=60) as client:
+        with load(client, oracle):
+            for name in ("prefill-0", "decode-0", "prefill-1", "decode-1"):
+                port = cluster.processes[name].address.rpartition(":")[2]
+                stop(cluster, name)
+                cluster.worker(name.partition("-")[0], name, port=port)  # as a service manager does
+                cluster.wait_ready(name)
+                cluster.wait_workers(4)
+    cluster.assert_baseline()
+
+
+def test_a_drained_prefill_worker_waits_until_its_rows_have_been_fetched(
+    deploy: Callable[..., Cluster], oracle: Oracle
+) -> None:
+    cluster = deploy(0, 1)
+    slow = cluster.worker("prefill", "prefill-slow", faults=Faults(delay_ms=300))  # each row
+    cluster.wait_ready("prefill-slow")
+    cluster.wait_workers(2)
+    prompt = PROMPTS[0]
+    with cluster.client(retries=0, timeout_s=60) as client:
+        with client.stream(prompt, max_tokens=TOKENS, temperature=0, ignore_eos=True) as stream:
+            first = next(stream)  # sampled by the prefill worker, while its rows are on the way
+            assert slow.metric("twinpool_prefill_running") == 1
+            assert cluster.processes["decode-0"].metric("twinpool_decode_reservations") == 1
+            status = slow.stop(60)
+            answer = stream.read()
+    assert status == 0
+    assert answer.token_ids[:1] == first.token_ids[:1]
+    assert answer.token_ids == oracle.answer(prompt, TOKENS, ignore_eos=True)
+    assert answer.timeline.attempts == 1
+    cluster.assert_baseline()
+
+
+def used(cluster: Cluster, decode: str, prefill: str) -> bool:
+    return bool(
+        cluster.processes[decode].metric("twinpool_decode_tokens_total")
+        and cluster.processes[prefill].metric("twinpool_prefill_requests_total")
+    )
