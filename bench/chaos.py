@@ -96,11 +96,13 @@ class Targets:
         end = time.monotonic() + READY_TIMEOUT_S
         while True:
             ready = {worker.worker_id for worker in (await client.pools()).workers if worker.state == "ready"}
-            living = {name for name in self._children if name.startswith(pool) and name not in self._paused}
-            if len((ready & living) - {others}) >= at_least and (not others or others in ready):
+            usable = {
+                name for name in ready & set(self._children) if name.startswith(pool) and name not in self._paused
+            }
+            if len(usable - {others}) >= at_least and (not others or others in usable):
                 return
             if time.monotonic() > end:
-                raise errors.Unavailable(f"{pool} workers did not become ready in {READY_TIMEOUT_S:g} s: {living}")
+                raise errors.Unavailable(f"in {READY_TIMEOUT_S:g} s no more {pool} workers became ready than {usable}")
             await asyncio.sleep(0.1)
 
     async def settle(self, client: AsyncClient) -> int:

@@ -21,6 +21,8 @@ from twinpool.prefix import PromptDigests
 
 logger = logging.getLogger(__name__)
 
+_LATE = 0.6  # of a lease without a report, from which on a worker is suspect
+
 _claim_numbers = itertools.count(1)
 
 
@@ -100,6 +102,7 @@ class Worker:
         self.connected = True  # its Join stream is open
         self.stream: object = None  # the one that counts, of possibly several; the registry's server writes it
         self.lease_ends = 0.0
+        self.lease_s = 0.0
         self.joined_at = clock()
         self.last_claim = 0  # grows with every claim on any worker
         self.claims: set[Claim] = set()
@@ -111,15 +114,21 @@ class Worker:
     def state(self) -> WorkerState:
         if self.load is not None and self.load.draining:
             return WorkerState.DRAINING
-        usable = self.connected and self.load is not None and self.breaker.allows
+        usable = self.connected and self.load is not None and self.breaker.allows and not self.late
         return WorkerState.READY if usable else WorkerState.SUSPECT
+
+    @property
+    def late(self) -> bool:
+        """Whether more than one report is overdue: it may be frozen, though its lease still runs."""
+        return self.lease_ends - self._clock() < (1 - _LATE) * self.lease_s
 
     @property
     def suspicion(self) -> float | None:
         """How much speaks against a worker that would be there to answer; None for one that is not, or is leaving."""
         if not self.connected or self.load is None or self.load.draining:
             return None
-        return self.breaker.suspicion
+        suspicion = self.breaker.suspicion
+        return None if suspicion is None else suspicion + self.late
 
     @property
     def rows_free(self) -> int:
@@ -234,7 +243,7 @@ class Registry:
                 self._forget(known, "a new incarnation has joined")
             known = self._workers[info.worker_id] = Worker(info, self._connect(info), self.clock)
             logger.info("worker joined", extra={"worker": info.worker_id, "pool": info.pool.name.lower()})
-        known.lease_ends = self.clock() + self._lease_s
+        self._renew(known)
         self.on_change()
         return known
 
@@ -243,7 +252,7 @@ class Registry:
         if self._workers.get(worker.info.worker_id) is not worker:
             raise Unavailable(f"the lease of worker {worker.info.worker_id} has ended; join again")
         worker.reported(load)
-        worker.lease_ends = self.clock() + self._lease_s
+        self._renew(worker)
         self.on_change()
 
     def left(self, worker: Worker) -> None:
@@ -256,20 +265,17 @@ class Registry:
 
     def failed(self, worker: Worker, error: TwinpoolError) -> None:
         """A call to `worker` failed by its fault; when it may be tried again, whoever waits is told."""
+        was_open = worker.breaker.pause_s > 0
         worker.failed(error)
         if (pending := self._pauses.pop(worker, None)) is not None:
             pending.cancel()
         if worker.breaker.pause_s and self._workers.get(worker.info.worker_id) is worker:
             loop = asyncio.get_running_loop()
             self._pauses[worker] = loop.call_later(worker.breaker.pause_s + 0.001, self._pause_over, worker)
-            logger.warning(
-                "worker suspect",
-                extra={
-                    "worker": worker.info.worker_id,
-                    "pause_s": round(worker.breaker.pause_s, 3),
-                    "reason": error.message,
-                },
-            )
+            if not was_open:  # once a pause, not for every request that the fault ended
+                pause_s = round(worker.breaker.pause_s, 3)
+                fields = {"worker": worker.info.worker_id, "pause_s": pause_s, "reason": error.message}
+                logger.warning("worker suspect", extra=fields)
         self.on_change()
 
     def expire(self, late_s: float = 0.0) -> None:
@@ -289,6 +295,10 @@ class Registry:
         for worker in list(self):
             self._forget(worker, "the router stops")
         await asyncio.gather(*self._closing)
+
+    def _renew(self, worker: Worker) -> None:
+        worker.lease_s = self._lease_s
+        worker.lease_ends = self.clock() + self._lease_s
 
     def _check(self, info: WorkerInfo) -> None:
         if not info.worker_id or not info.address:

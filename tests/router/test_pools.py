@@ -49,6 +49,19 @@ async def test_lease_ends_without_reports_and_a_late_report_is_told() -> None:
     assert worker.link.closed == 1
 
 
+async def test_a_worker_whose_reports_are_overdue_is_not_used_while_there_is_another() -> None:
+    now = [0.0]
+    pools = registry(lease_s=4.0, clock=lambda: now[0])
+    frozen, lively = join(pools, "d0"), join(pools, "d1")
+    now[0] = 2.5
+    pools.report(lively, WorkerLoad(rows_free=100))
+    assert (frozen.state, lively.state) == (WorkerState.SUSPECT, WorkerState.READY)
+    assert frozen.suspicion == 1  # less than nobody, more than one that is only new
+    pools.report(frozen, WorkerLoad(rows_free=100))
+    assert (frozen.state, frozen.suspicion) == (WorkerState.READY, 0)
+    await pools.close()
+
+
 async def test_a_router_that_stood_still_does_not_blame_its_workers() -> None:
     pools = registry(lease_s=0.05)
     worker = join(pools, "d0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from router.pools import Pool, Registry, Worker, WorkerInfo, WorkerLoad
@@ -33,8 +34,8 @@ def info(worker_id: str, **fields: Any) -> WorkerInfo:
     return WorkerInfo(**(values | fields))
 
 
-def registry(lease_s: float = 10.0) -> Registry:
-    return Registry("m", lambda _: NoLink(), lease_s=lease_s, clock=asyncio.get_running_loop().time)
+def registry(lease_s: float = 10.0, clock: Callable[[], float] | None = None) -> Registry:
+    return Registry("m", lambda _: NoLink(), lease_s=lease_s, clock=clock or asyncio.get_running_loop().time)
 
 
 def join(pools: Registry, worker_id: str, *, rows_free: int = 100, running: int = 0, **fields: Any) -> Worker:
