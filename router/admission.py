@@ -57,6 +57,11 @@ class Admission:
     def all_queued(self) -> int:
         return sum(lane.waiting for lane in self._all_lanes())
 
+    @property
+    def queued_s(self) -> float:
+        """Prefill work that waits, in seconds of one worker."""
+        return sum(lane.compute_s for lane in self._all_lanes())
+
     async def place(
         self,
         demand: Demand,

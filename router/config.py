@@ -54,6 +54,20 @@ class RouterConfig(ProcessConfig):
     )
     prefill_slots: int = option(64, help="most requests this router has at one prefill worker", minimum=1)
     decode_slots: int = option(256, help="most requests this router has at one decode worker", minimum=1)
+    demand_window: float = option(
+        60.0,
+        help="how far back the arrivals go that the desired numbers of workers are reckoned from",
+        unit="s",
+        minimum=1,
+        maximum=3600,
+    )
+    scale_down_after: float = option(
+        300.0,
+        help="the desired number of workers goes down when no higher one was desired for this long",
+        unit="s",
+        minimum=0,
+        maximum=86400,
+    )
     heartbeat_ms: int = option(1000, help="how often workers report", unit="ms", minimum=10)
     lease_ms: int = option(4000, help="a worker that does not report for this long is forgotten", unit="ms", minimum=20)
     tls_client_certs: bool = option(

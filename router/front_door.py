@@ -20,6 +20,7 @@ from router.metrics import RouterMetrics
 from router.placement import Placement
 from router.pools import Registry
 from router.request import Ask, Request
+from router.sizing import Sizing
 from router.tokenizer import ModelCard, Tokenizer
 from service.log import log_request
 from twinpool.errors import Duplicate, InvalidRequest, TwinpoolError, Unavailable, UnknownModel
@@ -62,6 +63,7 @@ class FrontDoor:
         placement: Placement,
         admission: Admission,
         metrics: RouterMetrics,
+        sizing: Sizing,
         *,
         max_attempts: int,
         isolate_tenants: bool = False,
@@ -74,6 +76,7 @@ class FrontDoor:
         self._placement = placement
         self._admission = admission
         self._metrics = metrics
+        self.sizing = sizing
         self._max_attempts = max_attempts
         self._isolate_tenants = isolate_tenants
         self.decisions = Decisions()
@@ -81,6 +84,7 @@ class FrontDoor:
         self._closing = False
         self._idle = asyncio.Event()  # no request is running
         metrics.watch(classifier.classes, admission.queued, lambda: self.running, self._count_workers)
+        metrics.watch_sizes(sizing.sizes)
 
     @property
     def queued(self) -> int:
@@ -178,6 +182,7 @@ class FrontDoor:
         salt = f"{question.tenant}\0{question.cache_salt}" if self._isolate_tenants else question.cache_salt
         digests = PromptDigests(token_ids := array("I", prompt), salt)
         num_cached = self._placement.cached_tokens(digests)
+        self.sizing.arrived(sla.name, len(prompt), num_cached)
         return Ask(
             request_id=request_id,
             prompt=token_ids,
@@ -219,6 +224,7 @@ class FrontDoor:
         if timeline.placed_at is not None:
             metrics.queue.labels(sla).observe(timeline.placed_at - timeline.arrived_at)
         if request.outcome == "finished":
+            self.sizing.ended(usage.prompt_tokens, usage.completion_tokens, request.longest)
             metrics.duration.labels(sla, ask.input_class).observe((timeline.ended_at or 0.0) - timeline.arrived_at)
             if request.longest > 1:
                 metrics.tpot.labels(sla, ask.input_class).observe(timeline.tpot_s(request.longest))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from router.pools import Pool
+from router.sizing import PoolSize
 from service.metrics import REQUEST_SECONDS, TOKEN_SECONDS, TOKENS
 
 
@@ -81,6 +83,18 @@ class RouterMetrics:
         self.workers = Gauge(
             "twinpool_router_workers", "Workers that have joined.", ["pool", "state"], registry=registry
         )
+        self.desired = Gauge(
+            "twinpool_desired_replicas",
+            "Workers that a pool should have, by what arrives here and the targets.",
+            ["pool"],
+            registry=registry,
+        )
+        self.load = Gauge(
+            "twinpool_pool_load",
+            "Workers that what arrives here would keep busy, without anything to spare.",
+            ["pool"],
+            registry=registry,
+        )
         self._itl_of_class: dict[str, Histogram] = {}
 
     def itl(self, sla_class: str, seconds: float, count: int) -> None:
@@ -90,6 +104,12 @@ class RouterMetrics:
             histogram = self._itl_of_class[sla_class] = self._itl.labels(sla_class)
         for _ in range(count):
             histogram.observe(seconds)
+
+    def watch_sizes(self, sizes: Mapping[Pool, PoolSize]) -> None:
+        for pool in Pool:
+            name = pool.name.lower()
+            self.desired.labels(name).set_function(partial(lambda pool: sizes[pool].desired, pool))
+            self.load.labels(name).set_function(partial(lambda pool: sizes[pool].load, pool))
 
     def watch(
         self,

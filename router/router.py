@@ -17,11 +17,13 @@ from router.pools import Link, Pool, Registry, WorkerInfo
 from router.prefill_call import PrefillClient
 from router.registry_server import RegistryServer
 from router.server import RouterServer
+from router.sizing import Sizing
 from router.tokenizer import ModelCard, Tokenizer
 from service.serve import Service, Serving, channel, serve
 from twinpool.v1.router_pb2_grpc import add_RouterServicer_to_server
 from twinpool.v1.worker_pb2_grpc import add_RegistryServicer_to_server
 
+_SIZE_EVERY_S = 1.0
 ROUTER, REGISTRY = "twinpool.v1.Router", "twinpool.v1.Registry"
 
 
@@ -48,6 +50,15 @@ class Router:
             lookahead_s=config.prefill_lookahead,
         )
         self.admission = Admission(classes, placement, pool_wait_s=config.pool_wait, max_queued=config.max_queued)
+        self._sizing = Sizing(
+            self.registry,
+            placement,
+            classes,
+            decode_slots=config.decode_slots,
+            queued_s=lambda: self.admission.queued_s,
+            window_s=config.demand_window,
+            down_after_s=config.scale_down_after,
+        )
         self.registry.on_change = self._on_change
         self.front_door = FrontDoor(
             card,
@@ -57,6 +68,7 @@ class Router:
             placement,
             self.admission,
             figures,
+            self._sizing,
             max_attempts=config.max_attempts,
             isolate_tenants=config.isolate_tenants,
         )
@@ -86,6 +98,7 @@ class Router:
         self._tasks = [
             asyncio.ensure_future(self._keep_health(self._serving)),
             asyncio.ensure_future(self._expire_leases()),
+            asyncio.ensure_future(self._size_pools()),
         ]
 
     async def stop(self, drain_s: float) -> None:
@@ -118,6 +131,11 @@ class Router:
             await serving.set_serving(self.front_door.can_serve, ROUTER)
             self._changed.clear()
             await self._changed.wait()
+
+    async def _size_pools(self) -> None:
+        while True:
+            self._sizing.update()
+            await asyncio.sleep(_SIZE_EVERY_S)
 
     async def _expire_leases(self) -> None:
         pause_s = self.config.lease_ms / 8000

@@ -12,6 +12,7 @@ from router.decisions import Decision, figures
 from router.front_door import FrontDoor, Question
 from router.pools import Worker
 from router.request import Request
+from router.sizing import PoolSize
 from router.tokenizer import Tokenizer
 from router.wire import Token
 from service.wire import sampling_from_proto
@@ -88,6 +89,7 @@ class RouterServer(RouterServicer):
             workers=[_worker_status(worker, now) for worker in workers],
             queued=self._front_door.queued,
             running=self._front_door.running,
+            sizes=[_pool_size(size) for size in self._front_door.sizing.sizes.values()],
         )
 
 
@@ -187,6 +189,16 @@ def _decision(decision: Decision) -> v1.Decision:
         queued_ms=decision.queued_ms,
         candidates=[v1.CandidatePair(**figures(each)) for each in choice.candidates],
         reason=choice.reason,
+    )
+
+
+def _pool_size(size: PoolSize) -> v1.PoolSize:
+    return v1.PoolSize(
+        pool=size.pool,  # type: ignore[arg-type]  # the enum's numbers are Pool's
+        current=size.current,
+        desired=size.desired,
+        load=size.load,
+        reason=size.reason,
     )
 
 

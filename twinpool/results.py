@@ -178,12 +178,24 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSize:
+    """How many workers a pool should have, by what arrives at this router."""
+
+    pool: str  # "prefill" or "decode"
+    current: int  # workers that have joined and do not drain
+    desired: int
+    load: float  # workers that the arrivals would keep busy, without anything to spare
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pools:
     """Both pools as one router sees them now."""
 
     workers: list[Worker]
     queued: int  # requests waiting in the router
     running: int  # requests placed and not ended
+    sizes: list[PoolSize]  # empty from a router that knows nothing of them
 
 
 class Answer:
@@ -279,7 +291,8 @@ def pools(message: v1.GetPoolsResponse) -> Pools:
         )
         for worker in message.workers
     ]
-    return Pools(workers=workers, queued=message.queued, running=message.running)
+    sizes = [_same_names(PoolSize, size, pool=_enum_name(v1.Pool, size.pool, "POOL_")) for size in message.sizes]
+    return Pools(workers=workers, queued=message.queued, running=message.running, sizes=sizes)
 
 
 def _joined(index: int, chunks: list[Chunk]) -> Choice:

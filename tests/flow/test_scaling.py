@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -54,6 +56,7 @@ def stop(cluster: Cluster, *names: str) -> None:
         assert cluster.processes[name].stop(60) == 0, name
 
 
+@pytest.mark.timeout(240)
 def test_pools_shrink_and_grow_under_load_without_a_failed_request(
     deploy: Callable[..., Cluster], oracle: Oracle
 ) -> None:  # R7
@@ -71,6 +74,7 @@ def test_pools_shrink_and_grow_under_load_without_a_failed_request(
     cluster.assert_baseline()
 
 
+@pytest.mark.timeout(240)
 def test_every_worker_is_restarted_in_turn_under_load_without_a_failed_request(
     deploy: Callable[..., Cluster], oracle: Oracle
 ) -> None:  # R7
@@ -106,6 +110,26 @@ def test_a_drained_prefill_worker_waits_until_its_rows_have_been_fetched(
     assert answer.token_ids == oracle.answer(prompt, TOKENS, ignore_eos=True)
     assert answer.timeline.attempts == 1
     cluster.assert_baseline()
+
+
+def test_desired_numbers_of_workers_are_told_and_exported(shared: Cluster) -> None:
+    with shared.client() as client:
+        for _ in range(10):  # until the speed of the workers is known
+            for prompt in PROMPTS:
+                client.generate(prompt, max_tokens=24, ignore_eos=True)
+        pools = wait_until(lambda: (p := client.pools()) and all(s.load > 0 for s in p.sizes) and p, "a load is seen")
+    router = shared.processes["router"]
+    for size in pools.sizes:
+        assert size.current == 2
+        assert size.desired >= 1
+        assert "a worker" in size.reason if size.pool == "decode" else "prompts/s" in size.reason
+        assert router.metric("twinpool_desired_replicas", pool=size.pool) == size.desired
+        assert router.metric("twinpool_pool_load", pool=size.pool) > 0
+    command = [sys.executable, "-m", "twinpool", "pools", "--router", router.address]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    assert "prefill: 2 joined, " in shown
+    assert "decode: 2 joined, " in shown
+    assert " desired (" in shown
 
 
 def used(cluster: Cluster, decode: str, prefill: str) -> bool:

@@ -168,13 +168,16 @@ def test_pools_shows_every_worker(run: Run, router: FakeRouter) -> None:
         worker_id="decode-7", pool=v1.POOL_DECODE, address="127.0.0.1:7072", state=v1.WORKER_STATE_DRAINING
     )
     worker.running, worker.rows_free, worker.rows_total, worker.tokens_per_s, worker.age_s = 3, 40, 64, 12.34, 3725
-    router.pools = v1.GetPoolsResponse(workers=[worker], queued=5, running=3)
+    size = v1.PoolSize(pool=v1.POOL_DECODE, current=1, desired=4, load=2.5, reason="so many answers")
+    router.pools = v1.GetPoolsResponse(workers=[worker], queued=5, running=3, sizes=[size])
     status, out, _ = run("pools")
     assert status == 0
     for part in ("decode-7", "draining", "127.0.0.1:7072", "40", "64", "12.3", "1h02m", "5 queued, 3 running"):
         assert part in out
+    assert "decode: 1 joined, 4 desired (so many answers)" in out
     answer = json.loads(run("pools", "--json")[1])
     assert answer["workers"][0]["rows_free"] == 40
+    assert (answer["sizes"][0]["pool"], answer["sizes"][0]["desired"]) == ("decode", 4)
 
 
 def test_explain_shows_every_candidate_and_the_choice(run: Run, router: FakeRouter) -> None:

@@ -21,7 +21,10 @@ def console(file: TextIO | None = None) -> Console:
 
 
 def pools_table(pools: Pools) -> Table:
-    table = Table(caption=f"router: {pools.queued} queued, {pools.running} running", caption_justify="left")
+    caption = f"router: {pools.queued} queued, {pools.running} running"
+    for size in pools.sizes:
+        caption += f"\n{size.pool}: {size.current} joined, {size.desired} desired ({size.reason})"
+    table = Table(caption=caption, caption_justify="left")
     for name in ("pool", "worker", "state", "address"):
         table.add_column(name)
     for name in ("running", "waiting", "rows free", "rows", "tokens/s", "age"):

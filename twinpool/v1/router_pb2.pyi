@@ -407,13 +407,29 @@ class WorkerStatus(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., pool: _Optional[_Union[Pool, str]] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., rows_total: _Optional[int] = ..., rows_free: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., age_s: _Optional[float] = ..., fingerprint: _Optional[str] = ..., version: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class GetPoolsResponse(_message.Message):
-    __slots__ = ("workers", "queued", "running", "mode")
+    __slots__ = ("workers", "queued", "running", "mode", "sizes")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     queued: int
     running: int
     mode: str
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., mode: _Optional[str] = ...) -> None: ...
+    sizes: _containers.RepeatedCompositeFieldContainer[PoolSize]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., mode: _Optional[str] = ..., sizes: _Optional[_Iterable[_Union[PoolSize, _Mapping]]] = ...) -> None: ...
+
+class PoolSize(_message.Message):
+    __slots__ = ("pool", "current", "desired", "load", "reason")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    CURRENT_FIELD_NUMBER: _ClassVar[int]
+    DESIRED_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    pool: Pool
+    current: int
+    desired: int
+    load: float
+    reason: str
+    def __init__(self, pool: _Optional[_Union[Pool, str]] = ..., current: _Optional[int] = ..., desired: _Optional[int] = ..., load: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
