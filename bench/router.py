@@ -5,8 +5,9 @@
 
 The router is a process of its own; fake workers (bench/fake_workers.py) and clients are others.
 
-1. `--streams` answers at once, for `--seconds`, as fast as they go: output tokens by CPU seconds of the router's
-   process.
+1. `--streams` answers at once, for `--seconds`, a token each 20 ms: output tokens by CPU seconds of the router's
+   process. In turns with it, what that is at most: a bare grpc.aio server that writes one constant message a token to
+   as many streams at the same pace, and does nothing else.
 2. At half that rate: each token's arrival at the client less its sending by the worker, which stamps it (one clock:
    CLOCK_MONOTONIC).
 3. No worker has room: memory of the router before and after `--queued` requests of `--queued-tokens` tokens wait in it.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -26,19 +28,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
+import uvloop
 
 from bench import machine
 from bench.fake_workers import FakeDecode, FakePrefill, Speed, tokenizer_folder
+from service.serve import announce_ready
 from twinpool import errors
 from twinpool.client import AsyncClient
+from twinpool.v1 import router_pb2 as v1
+from twinpool.v1.router_pb2_grpc import RouterServicer, add_RouterServicer_to_server
 
 _TOKENS = 200  # of an answer
+_STEP_S = 0.02  # between two tokens of one
+_ROUNDS = 3
 
 
 async def _workers(router: str, prefill: int, decode: int) -> None:
     """The other process: fake workers that stamp their tokens, until killed."""
-    quick = Speed(step_s=0.0, tokens_per_s=1e7, base_s=0.02, each_s=0.0)
+    quick = Speed(step_s=0.0, tokens_per_s=1e7, base_s=_STEP_S, each_s=0.0)
     for i in range(prefill):
         await FakePrefill(f"prefill-{i}", quick).start([router])
     for i in range(decode):
@@ -46,20 +55,50 @@ async def _workers(router: str, prefill: int, decode: int) -> None:
     await asyncio.Event().wait()
 
 
-class _Router:
-    """The router's process, and what it uses."""
+class _Bare(RouterServicer):
+    """What streaming costs before a router does anything: constant messages at the pace of the fake workers."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        ready = folder / f"{name}.ready"
-        command = [sys.executable, "-m", "router", "--tokenizer", str(folder / "fake"), "--port", "0"]
-        command += ["--metrics-port", "-1", "--ready-file", str(ready), "--log-level", "warning"]
-        command += ["--sla-classes", "all:queue=1000000", "--default-sla-class", "all", "--max-queued", "1000000"]
-        command += ["--heartbeat-ms", "500", "--lease-ms", "20000", "--pool-wait", "3600", "--decode-slots", "1024"]
-        self.process = subprocess.Popen(command)
+    def __init__(self) -> None:
+        self._step = asyncio.Event()
+
+    async def tick(self) -> None:
+        while True:
+            await asyncio.sleep(_STEP_S)
+            step, self._step = self._step, asyncio.Event()
+            step.set()
+
+    async def GenerateStream(self, message: v1.GenerateRequest, context: Any) -> None:
+        delta = v1.ChoiceDelta(text="a", token_ids=[65])
+        chunk = v1.GenerateChunk(request_id="0" * 32, choices=[delta])
+        for _ in range(message.sampling.max_tokens - 1):
+            await self._step.wait()
+            await context.write(chunk)
+        delta.finish_reason = v1.FINISH_REASON_LENGTH
+        await context.write(
+            v1.GenerateChunk(request_id="0" * 32, choices=[delta], usage=v1.Usage(), timeline=v1.Timeline())
+        )
+
+
+async def _serve_bare(ready: Path) -> None:
+    """Another process: serves `_Bare` until killed."""
+    bare = _Bare()
+    server = grpc.aio.server()
+    add_RouterServicer_to_server(bare, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    announce_ready(f"127.0.0.1:{port}", -1, str(ready))
+    await bare.tick()
+
+
+class _Process:
+    """A server's process, and what it uses."""
+
+    def __init__(self, command: Sequence[str], ready: Path) -> None:
+        self.process = subprocess.Popen([sys.executable, "-m", *command])
         end = time.monotonic() + 60
         while not ready.exists():
             if self.process.poll() is not None or time.monotonic() > end:
-                raise errors.ConfigError("the router did not start; its error is above")
+                raise errors.ConfigError(f"{command[0]} did not start; its error is above")
             time.sleep(0.05)
         self.address = str(json.loads(ready.read_text())["address"])
 
@@ -77,6 +116,15 @@ class _Router:
         self.process.wait()
 
 
+def _router(folder: Path, name: str) -> _Process:
+    ready = folder / f"{name}.ready"
+    command = ["router", "--tokenizer", str(folder / "fake"), "--port", "0"]
+    command += ["--metrics-port", "-1", "--ready-file", str(ready), "--log-level", "warning"]
+    command += ["--sla-classes", "all:queue=1000000", "--default-sla-class", "all", "--max-queued", "1000000"]
+    command += ["--heartbeat-ms", "500", "--lease-ms", "20000", "--pool-wait", "3600", "--decode-slots", "1024"]
+    return _Process(command, ready)
+
+
 async def _stream(client: AsyncClient, until: float, pause_s: float, delays: list[float] | None) -> int:
     """Answers, one after the other, until the time is up; how many tokens came. A probe notes each token's delay."""
     count = 0
@@ -92,17 +140,17 @@ async def _stream(client: AsyncClient, until: float, pause_s: float, delays: lis
     return count
 
 
-async def _load(router: _Router, streams: int, seconds: float, delays: list[float] | None) -> tuple[float, float]:
-    """Tokens a second, and tokens a CPU second of the router, of `streams` streams; with a probe among them."""
-    async with AsyncClient(router.address, timeout_s=120) as client:
-        await client.generate([65] * 16, max_tokens=4, ignore_eos=True)
-        begin, cpu_s = time.monotonic(), router.cpu_s
+async def _load(server: _Process, streams: int, seconds: float, delays: list[float] | None) -> tuple[float, float]:
+    """Tokens a second, and tokens a CPU second of `server`, of `streams` streams; with a probe among them."""
+    async with AsyncClient(server.address, timeout_s=120) as client:
+        await _stream(client, time.monotonic() + _STEP_S, 0, None)  # connects, and ends the first answer
+        begin, cpu_s = time.monotonic(), server.cpu_s
         work = [_stream(client, begin + seconds, 0, delays if i == 0 else None) for i in range(streams)]
         tokens = sum(await asyncio.gather(*work))
-        return tokens / (time.monotonic() - begin), tokens / (router.cpu_s - cpu_s)
+        return tokens / (time.monotonic() - begin), tokens / (server.cpu_s - cpu_s)
 
 
-async def _queue(router: _Router, requests: int, tokens: int) -> float:
+async def _queue(router: _Process, requests: int, tokens: int) -> float:
     """Bytes of the router's memory for each of `requests` that wait in it."""
     async with AsyncClient(router.address, timeout_s=300, retries=0) as client:
         before = router.memory_bytes
@@ -120,19 +168,25 @@ async def _queue(router: _Router, requests: int, tokens: int) -> float:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     delays: list[float] = []
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         tokenizer_folder(folder)
-        router = _Router(folder, "router")
+        router = _router(folder, "router")
+        stack.callback(router.close)
+        bare = _Process(["bench.router", "--bare", str(folder / "bare.ready")], folder / "bare.ready")
+        stack.callback(bare.close)
         workers = subprocess.Popen([sys.executable, "-m", "bench.router", "--workers-of", router.address])
-        try:
-            rate, tokens_per_cpu_s = asyncio.run(_load(router, args.streams, args.seconds, None))
-            half = asyncio.run(_load(router, max(1, args.streams // 2), args.seconds, delays))[0]
-        finally:
-            workers.kill()
-            workers.wait()
-            router.close()
-        idle = _Router(folder, "idle")
+        stack.callback(workers.wait)
+        stack.callback(workers.kill)
+        ours, most = [], []
+        for _ in range(_ROUNDS):
+            ours.append(asyncio.run(_load(router, args.streams, args.seconds / _ROUNDS, None)))
+            most.append(asyncio.run(_load(bare, args.streams, args.seconds / _ROUNDS, None)))
+        rate, tokens_per_cpu_s = (float(np.median(figures)) for figures in zip(*ours, strict=True))
+        bare_tokens_per_cpu_s = float(np.median([figure for _, figure in most]))
+        half = asyncio.run(_load(router, max(1, args.streams // 2), args.seconds, delays))[0]
+        stack.close()
+        idle = _router(folder, "idle")
         try:
             queued_bytes = asyncio.run(_queue(idle, args.queued, args.queued_tokens))
         finally:
@@ -142,6 +196,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "streams": args.streams,
         "tokens_per_s": round(rate),
         "tokens_per_cpu_s": round(tokens_per_cpu_s),
+        "bare_tokens_per_cpu_s": round(bare_tokens_per_cpu_s),
+        "of_bare": round(tokens_per_cpu_s / bare_tokens_per_cpu_s, 3),
         "half_rate_tokens_per_s": round(half),
         "added_latency_ms_p50": round(p50, 2),
         "added_latency_ms_p99": round(p99, 2),
@@ -157,10 +213,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=15.0, help="of each of the two loads (default 15)")
     parser.add_argument("--queued", type=int, default=10000, help="requests that wait at once (default 10000)")
     parser.add_argument("--queued-tokens", type=int, default=1500, help="prompt tokens of each (default 1500)")
+    parser.add_argument("--bare", default="", metavar="READY_FILE", help=argparse.SUPPRESS)
     parser.add_argument("--workers-of", default="", metavar="ADDRESS", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.workers_of:
         asyncio.run(_workers(args.workers_of, 2, 2))
+        return 0
+    if args.bare:
+        uvloop.run(_serve_bare(Path(args.bare)))
         return 0
     if min(args.streams, args.queued, args.queued_tokens) < 1 or args.seconds <= 0:
         parser.error("--streams, --seconds, --queued and --queued-tokens must be over 0")
