@@ -19,7 +19,7 @@ from engine.block_pool import BlockPool
 from engine.kv_cache import KV_DTYPES, Allocate, KvCache, KvLayout
 from engine.loading import Checkpoint
 from engine.model_config import ModelConfig
-from engine.models.dense import DenseDecoder
+from engine.models.decoder import Decoder
 from engine.quantization import AS_LOADED, WEIGHT_FORMATS
 from twinpool.errors import ConfigError
 
@@ -31,7 +31,7 @@ class Engine:
     """Made by `load`. `cache` holds the rows, `blocks` says who owns them; peers of equal `fingerprint` share rows."""
 
     def __init__(
-        self, config: ModelConfig, model: DenseDecoder, cache: KvCache, *, model_name: str, fingerprint: str
+        self, config: ModelConfig, model: Decoder, cache: KvCache, *, model_name: str, fingerprint: str
     ) -> None:
         self.config = config
         self.cache = cache
@@ -81,8 +81,8 @@ class Engine:
         _check_memory(config.num_parameters * (DTYPES[dtype].itemsize if weights == AS_LOADED else 1), memory_bytes)
         with torch.inference_mode():
             cache = KvCache(layout, memory_bytes // layout.block_bytes, allocate=allocate)
-            model = models.build(
-                config, checkpoint, operators, DTYPES[dtype], int8_keys=kv_dtype == "int8", weights=weights
+            model = models.read(
+                config, checkpoint, operators, DTYPES[dtype], int8_cache=kv_dtype == "int8", weights=weights
             )
         # Both int8 formats hold the same numbers: rows of either come from the same model.
         held = f"dtype={dtype}" if weights == AS_LOADED else f"dtype={dtype} weights=int8"

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from twinpool.errors import ConfigError
 
 FLOAT_DTYPES = {"BF16", "F16", "F32"}
+FP8_DTYPE, FP8_BLOCK = "F8_E4M3", 128  # rows and columns that share a scale
 
 
 class Checkpoint:
@@ -22,31 +23,53 @@ class Checkpoint:
         """Raises ConfigError when files are missing or no safetensors."""
         self.model_dir = model_dir
         self._file_of = {}
+        self._path_of: dict[str, Path] = {}
         for path in _weight_files(model_dir):
             try:
                 file = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as exc:
                 raise ConfigError(f"cannot read {path}: {exc}; fetch the file again") from exc
             for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-                self._file_of[name] = file
+                self._file_of[name], self._path_of[name] = file, path
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
     def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A copy of tensor `name` in `dtype`. Raises ConfigError when it is missing, of another shape or no float."""
-        if name not in self._file_of:
-            raise ConfigError(f"{self.model_dir}: tensor {name} is missing from the safetensors files")
-        view = self._file_of[name].get_slice(name)
-        if view.get_shape() != list(shape):
+        """A copy of tensor `name` in `dtype`; fp8 in blocks is dequantized.
+
+        Raises ConfigError when it is missing, of another shape or of a type that is not supported.
+        """
+        self._check_shape(name, shape)
+        stored = self._file_of[name].get_slice(name).get_dtype()
+        if stored == FP8_DTYPE and f"{name}_scale_inv" in self:
+            return self._dequantize(name, shape).to(dtype)
+        if stored not in FLOAT_DTYPES:
             raise ConfigError(
-                f"{self.model_dir}: tensor {name} has shape {view.get_shape()}, config.json implies {list(shape)}"
-            )
-        if view.get_dtype() not in FLOAT_DTYPES:
-            raise ConfigError(
-                f"{self.model_dir}: tensor {name} is {view.get_dtype()}, supported are bf16, fp16 and fp32"
+                f"{self._path_of[name]}: tensor {name} {list(shape)} is {stored}; supported are bf16, fp16, fp32, and "
+                f"fp8 (e4m3) beside {name}_scale_inv in blocks of {FP8_BLOCK}"
             )
         return self._file_of[name].get_tensor(name).to(dtype, copy=True)
+
+    def _check_shape(self, name: str, shape: Sequence[int]) -> None:
+        if name not in self._file_of:
+            raise ConfigError(
+                f"{self.model_dir}: tensor {name} is missing from the safetensors files, config.json implies one of "
+                f"shape {list(shape)}"
+            )
+        found = self._file_of[name].get_slice(name).get_shape()
+        if found != list(shape):
+            raise ConfigError(
+                f"{self._path_of[name]}: tensor {name} has shape {found}, config.json implies {list(shape)}"
+            )
+
+    def _dequantize(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """fp32 of fp8 codes [rows, columns] with one scale a square block, as DeepSeek-V3 is published."""
+        blocks = [-(-size // FP8_BLOCK) for size in shape]
+        self._check_shape(f"{name}_scale_inv", blocks)
+        scales = self._file_of[f"{name}_scale_inv"].get_tensor(f"{name}_scale_inv").float()
+        rows, columns = (scales.new_tensor(range(size)).long() // FP8_BLOCK for size in shape)
+        return self._file_of[name].get_tensor(name).float() * scales[rows][:, columns]
 
     def digest(self) -> str:
         """XXH3-128 over every tensor's name, dtype, shape and bytes, however they are spread over files."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.rope import RopeParams, parse_rope, positive_number
+from engine.config_json import number, read_json, size
+from engine.loading import FP8_BLOCK
+from engine.moe_config import MoeConfig, parse_moe
+from engine.rope import RopeParams, parse_rope
 from twinpool.errors import ConfigError
 
 
@@ -28,12 +30,14 @@ FAMILIES = {
     "llama": Family(),
     "qwen2": Family(qkv_bias=True, max_positions=32768),
     "qwen3": Family(qk_norm=True, head_dim=128, max_positions=32768),
+    "qwen3_moe": Family(qk_norm=True, max_positions=32768),
+    "mixtral": Family(theta=1e6, rms_norm_eps=1e-5, max_positions=131072),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A dense decoder. Sizes are elements; `max_context` is the most tokens of prompt and answer together."""
+    """A decoder. Sizes are elements; `max_context` is the most tokens of prompt and answer together."""
 
     model_type: str
     vocab_size: int
@@ -53,22 +57,41 @@ class ModelConfig:
     tie_word_embeddings: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    moe: MoeConfig | None = None  # None: dense
 
     @property
     def num_parameters(self) -> int:
         """Of the matrices; norms and biases are small beside them."""
-        heads = 2 * self.num_heads + 2 * self.num_kv_heads  # q and o, k and v
-        layer = self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size)
-        return self.num_layers * layer + self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return self._parameters(None if self.moe is None else self.moe.num_experts)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Of the matrices that one token passes through."""
+        return self._parameters(None if self.moe is None else self.moe.experts_per_token)
+
+    def _parameters(self, num_experts: int | None) -> int:
+        sparse = sum(self.moe.sparse_layers) if self.moe is not None else 0
+        per_channel = (
+            self.num_layers * self._attention_elements + (self.num_layers - sparse) * 3 * self.intermediate_size
+        )
+        if self.moe is not None and num_experts is not None:
+            experts = num_experts * self.moe.expert_elements + 3 * self.moe.shared_size + self.moe.num_experts
+            per_channel += sparse * experts
+        return self.hidden_size * (per_channel + self.vocab_size * (1 if self.tie_word_embeddings else 2))
+
+    @property
+    def _attention_elements(self) -> int:
+        """Of one layer's attention, for each hidden channel."""
+        return (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim  # q and o, k and v
 
     @classmethod
     def read(cls, model_dir: Path) -> ModelConfig:
         """Raises ConfigError for a missing or broken file and for a model that the engine cannot run."""
         if not model_dir.is_dir():
             raise ConfigError(f"no model directory at {model_dir}: give one with config.json and *.safetensors")
-        config = _read_json(model_dir / "config.json")
+        config = read_json(model_dir / "config.json")
         generation_path = model_dir / "generation_config.json"
-        generation = _read_json(generation_path) if generation_path.exists() else {}
+        generation = read_json(generation_path) if generation_path.exists() else {}
         try:
             return cls._parse(config, generation)
         except ConfigError as exc:
@@ -83,27 +106,28 @@ class ModelConfig:
             )
         _refuse_unsupported(config)
         family = FAMILIES[model_type]
-        hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
-        kv_heads = _size(config, "num_key_value_heads", heads)
-        head_dim = _size(config, "head_dim", family.head_dim or hidden // heads)
+        hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
+        kv_heads = size(config, "num_key_value_heads", heads)
+        head_dim = size(config, "head_dim", family.head_dim or hidden // heads)
         if heads % kv_heads:
             raise ConfigError(f"config.json: {heads} attention heads are no multiple of {kv_heads} key-value heads")
         if head_dim % 2:
             raise ConfigError(f"config.json: head_dim {head_dim} is odd, rotary embeddings need pairs")
-        max_positions = _size(config, "max_position_embeddings", family.max_positions)
+        num_layers = size(config, "num_hidden_layers")
+        max_positions = size(config, "max_position_embeddings", family.max_positions)
         rope = parse_rope(config, family.theta, max_positions)
         attention_bias = bool(config.get("attention_bias", False))
         eos = generation.get("eos_token_id", config.get("eos_token_id"))
         return cls(
             model_type=model_type,
-            vocab_size=_size(config, "vocab_size"),
+            vocab_size=size(config, "vocab_size"),
             hidden_size=hidden,
-            intermediate_size=_size(config, "intermediate_size"),
-            num_layers=_size(config, "num_hidden_layers"),
+            intermediate_size=size(config, "intermediate_size"),
+            num_layers=num_layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=positive_number(config, "rms_norm_eps", family.rms_norm_eps),
+            rms_norm_eps=number(config, "rms_norm_eps", family.rms_norm_eps),
             max_context=_max_context(rope, max_positions),
             rope=rope,
             qkv_bias=family.qkv_bias or attention_bias,
@@ -113,6 +137,7 @@ class ModelConfig:
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             bos_token_id=next(iter(_token_ids("bos_token_id", config.get("bos_token_id"))), None),
             eos_token_ids=_token_ids("eos_token_id", eos),
+            moe=parse_moe(config, num_layers),
         )
 
 
@@ -128,17 +153,21 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         raise ConfigError("config.json: use_sliding_window is not supported, only full attention")
     if config.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"config.json: hidden_act {config['hidden_act']!r} is not supported, only 'silu'")
-    if config.get("quantization_config"):
-        raise ConfigError("config.json: quantized checkpoints are not supported, use one in bf16, fp16 or fp32")
+    quantization = config.get("quantization_config")
+    if quantization and not _is_block_fp8(quantization):
+        raise ConfigError(
+            f"config.json: quantization_config {quantization!r}: quantized checkpoints are not supported but for fp8 "
+            f"with weight_block_size [{FP8_BLOCK}, {FP8_BLOCK}], use one in bf16, fp16 or fp32"
+        )
 
 
-def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    if value is None:
-        value = default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"config.json: {key} is {value!r}, it must be a positive integer")
-    return value
+def _is_block_fp8(quantization: Any) -> bool:
+    """As DeepSeek-V3 is published: e4m3 codes with one scale a square block, dequantized at load."""
+    return isinstance(quantization, Mapping) and (
+        quantization.get("quant_method") == "fp8"
+        and quantization.get("fmt", "e4m3") == "e4m3"
+        and quantization.get("weight_block_size") == [FP8_BLOCK, FP8_BLOCK]
+    )
 
 
 def _token_ids(key: str, value: Any) -> tuple[int, ...]:
@@ -147,15 +176,3 @@ def _token_ids(key: str, value: Any) -> tuple[int, ...]:
     if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in token_ids):
         raise ConfigError(f"config.json or generation_config.json: {key} is {value!r}, it must be a token id or a list")
     return token_ids
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as exc:
-        raise ConfigError(f"{path} is missing: is {path.parent} a Hugging Face model directory?") from exc
-    except (OSError, ValueError, RecursionError) as exc:
-        raise ConfigError(f"cannot read {path}: {exc}") from exc
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds no JSON object")
-    return content

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from engine.config_json import number
 from twinpool.errors import ConfigError
 
 
@@ -46,9 +47,7 @@ def parse_rope(config: Mapping[str, Any], default_theta: float, max_positions: i
         raise ConfigError(f"config.json: rope_parameters or rope_scaling is {source!r}, it must be an object")
     entries = dict(source)
     kind = entries.pop("rope_type", None) or entries.pop("type", None) or "default"
-    theta = positive_number(
-        {"rope_theta": entries.pop("rope_theta", config.get("rope_theta"))}, "rope_theta", default_theta
-    )
+    theta = number({"rope_theta": entries.pop("rope_theta", config.get("rope_theta"))}, "rope_theta", default_theta)
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ConfigError(f"config.json asks for rope type {kind!r}: supported are {', '.join(sorted(_KINDS))}")
     missing = [key for key in _REQUIRED[kind] if not isinstance(entries.get(key), int | float)]
@@ -59,19 +58,9 @@ def parse_rope(config: Mapping[str, Any], default_theta: float, max_positions: i
     if entries.get("partial_rotary_factor", config.get("partial_rotary_factor", 1)) != 1:
         raise ConfigError("config.json: partial_rotary_factor other than 1 is not supported")
     for key in ("factor", "original_max_position_embeddings"):
-        positive_number(entries, key, 1)
+        number(entries, key, 1)
     original = entries.pop("original_max_position_embeddings", None) or max_positions
     return RopeParams(kind=kind, theta=theta, original_max_context=int(original), scaling=entries)
-
-
-def positive_number(config: Mapping[str, Any], key: str, default: float) -> float:
-    """config[key], or the default where it is missing or null. Raises ConfigError unless it is finite and over 0."""
-    value = config.get(key)
-    if value is None:
-        return default
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ConfigError(f"config.json: {key} is {value!r}, it must be a number over 0")
-    return float(value)
 
 
 def _base_frequencies(theta: float, head_dim: int) -> torch.Tensor:

@@ -67,9 +67,32 @@ KINDS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
     },
     "qwen3": {"model_type": "qwen3", "head_dim": 32, "rope_theta": 1000000.0, "tie_word_embeddings": True},
+    "qwen3-moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "rope_theta": 1000000.0,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "mixtral": {
+        "model_type": "mixtral",
+        "rope_theta": 1000000.0,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 64,
+    },
     "qwen3-bias": {"model_type": "qwen3", "head_dim": 16, "attention_bias": True, "num_key_value_heads": 1},
 }
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+}
 
 
 def make(path: Path, kind: str = "llama", *, seed: int = 0, shards: int = 1, **overrides: Any) -> Path:
@@ -105,6 +128,14 @@ def random_weights(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]
     def norm(name: str, size: int) -> None:
         normal(f"{name}.weight", size, std=0.1, mean=1.0)
 
+    def gated(
+        name: str, width: int, bias: bool = False, names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    ) -> None:
+        gate, up, down = names
+        linear(f"{name}.{gate}", hidden, width, bias)
+        linear(f"{name}.{up}", hidden, width, bias)
+        linear(f"{name}.{down}", width, hidden, bias)
+
     normal("model.embed_tokens.weight", config["vocab_size"], hidden, std=0.4)
     for index in range(config["num_hidden_layers"]):
         attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
@@ -113,13 +144,21 @@ def random_weights(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]
         linear(f"{attention}.k_proj", hidden, kv_heads * head_dim, qkv_bias)
         linear(f"{attention}.v_proj", hidden, kv_heads * head_dim, qkv_bias)
         linear(f"{attention}.o_proj", heads * head_dim, hidden, config.get("attention_bias", False))
-        if config["model_type"] == "qwen3":
+        if config["model_type"] in ("qwen3", "qwen3_moe"):
             norm(f"{attention}.q_norm", head_dim)
             norm(f"{attention}.k_norm", head_dim)
         norm(f"model.layers.{index}.post_attention_layernorm", hidden)
-        linear(f"{mlp}.gate_proj", hidden, inner, config.get("mlp_bias", False))
-        linear(f"{mlp}.up_proj", hidden, inner, config.get("mlp_bias", False))
-        linear(f"{mlp}.down_proj", inner, hidden, config.get("mlp_bias", False))
+        if config["model_type"] == "qwen3_moe" and index not in config["mlp_only_layers"]:
+            linear(f"{mlp}.gate", hidden, config["num_experts"], False)
+            for expert in range(config["num_experts"]):
+                gated(f"{mlp}.experts.{expert}", config["moe_intermediate_size"])
+        elif config["model_type"] == "mixtral":
+            sparse = f"model.layers.{index}.block_sparse_moe"
+            linear(f"{sparse}.gate", hidden, config["num_local_experts"], False)
+            for expert in range(config["num_local_experts"]):
+                gated(f"{sparse}.experts.{expert}", inner, names=("w1", "w3", "w2"))
+        else:
+            gated(mlp, inner, bias=config.get("mlp_bias", False))
     norm("model.norm", hidden)
     if not config.get("tie_word_embeddings", False):
         normal("lm_head.weight", config["vocab_size"], hidden, std=0.4)

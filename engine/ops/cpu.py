@@ -32,7 +32,7 @@ from engine.quantization import AS_LOADED, W8A8, WEIGHT_FORMATS, quantize_rows
 
 if TYPE_CHECKING:
     from engine.model_config import ModelConfig
-    from engine.models.dense import Layer
+    from engine.models.decoder import Layer
 
 __all__ = [
     "Experts",

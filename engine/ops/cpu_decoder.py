@@ -19,7 +19,7 @@ from engine.ops import native
 if TYPE_CHECKING:
     from engine.batch import Batch
     from engine.model_config import ModelConfig
-    from engine.models.dense import Layer
+    from engine.models.decoder import Layer
 
 KINDS = ("linear", "attention", "kv_access", "other")  # of events, in the order of decoder.cpp
 _EVENTS_A_LAYER = 20  # more than a layer has
@@ -46,11 +46,12 @@ class Decoder:
         self._kept_alive = (layers, final_norm, rotations, gated_rotation, views)  # what the structures point into
         self._layers = (native.LayerArgs * config.num_layers)()
         for args, layer, view in zip(self._layers, layers, views, strict=True):
-            for name in ("input_norm", "q_norm", "k_norm", "post_norm"):
-                norm = getattr(layer, name)
-                setattr(args, name, None if norm is None else norm.data_ptr())
-            for name in ("qkv", "output", "gate_up", "down"):
-                setattr(args, name, ctypes.pointer(getattr(layer, name).args))
+            attention, mlp = layer.attention, layer.mlp
+            args.input_norm, args.post_norm = layer.input_norm.data_ptr(), layer.post_norm.data_ptr()
+            if attention.q_norm is not None:
+                args.q_norm, args.k_norm = attention.q_norm.data_ptr(), attention.k_norm.data_ptr()
+            args.qkv, args.output = ctypes.pointer(attention.qkv.args), ctypes.pointer(attention.output.args)
+            args.gate_up, args.down = ctypes.pointer(mlp.gate_up.args), ctypes.pointer(mlp.down.args)
             args.cache = cache_args(view)
         self._args = native.DecoderArgs(
             dtype=dtype_code,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from engine import memory
 from engine.engine import Engine
@@ -159,3 +162,56 @@ def test_memory_is_the_lesser_of_machine_and_container(tmp_path: Path) -> None:
     meminfo.unlink()
     shutil.rmtree(cgroup)
     assert memory.available_bytes(cgroup, meminfo) is None
+
+
+@pytest.fixture
+def sparse(tmp_path: Path) -> Path:
+    return tiny_models.make(tmp_path / "sparse", "qwen3-moe", shards=2)
+
+
+def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Changes the tensors of the directory, which become one file."""
+    tensors = {}
+    for file in path.glob("model*.safetensors"):
+        tensors |= load_file(file)
+        file.unlink()
+    (path / "model.safetensors.index.json").unlink(missing_ok=True)
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+def test_a_missing_expert_is_named_with_the_shape_it_should_have(sparse: Path) -> None:
+    name = "model.layers.2.mlp.experts.7.up_proj.weight"
+    rewrite(sparse, lambda tensors: tensors.pop(name))
+    message = refusal(sparse)
+    assert name in message
+    assert "[48, 64]" in message
+
+
+def test_an_expert_of_another_shape_is_named_with_its_file(sparse: Path) -> None:
+    edit_config(sparse, moe_intermediate_size=32)
+    message = refusal(sparse)
+    assert "model.layers.0.mlp.experts.0.gate_proj.weight has shape [48, 64], config.json implies [32, 64]" in message
+    assert "-of-00002.safetensors" in message
+
+
+def test_a_config_of_other_experts_than_the_weights_is_refused(sparse: Path) -> None:
+    edit_config(sparse, num_experts=12)
+    assert "model.layers.0.mlp.gate.weight has shape [16, 64], config.json implies [12, 64]" in refusal(sparse)
+    edit_config(sparse, num_experts=2)
+    assert "4 experts a token, but there are 2 experts" in refusal(sparse)
+
+
+def test_codes_without_scales_are_refused_with_file_tensor_and_shape(sparse: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+
+    def as_fp8(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+    rewrite(sparse, as_fp8)
+    message = refusal(sparse)
+    assert f"{sparse / 'model.safetensors'}: tensor {name} [128, 64] is F8_E4M3" in message
+    rewrite(sparse, lambda tensors: tensors.update({f"{name}_scale_inv": torch.ones(1, 2)}))
+    assert f"tensor {name}_scale_inv has shape [1, 2], config.json implies [1, 1]" in refusal(sparse)
+    edit_config(sparse, quantization_config={"quant_method": "fp8", "weight_block_size": [1, 32]})
+    assert "quantized checkpoints are not supported but for fp8" in refusal(sparse)

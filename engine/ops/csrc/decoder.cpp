@@ -1,4 +1,4 @@
-// All layers of a dense decoder in one call: what engine/models/dense.py does operator by operator, on the same kernels
+// All layers of a dense decoder in one call: what engine/models/decoder.py does operator by operator, on the same kernels
 // and with the same bits, without a trip through Python and a new tensor for each of them.
 //
 // The call is cut at the places where a layer's K and V have just been stored: stage s ends layer s - 1 and begins layer

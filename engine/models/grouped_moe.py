@@ -1,0 +1,34 @@
+"""Qwen3-MoE and Mixtral: the dense decoders' attention, with experts in place of some or all feed-forward blocks."""
+
+from __future__ import annotations
+
+from engine.models.decoder import Decoder, Layer
+from engine.models.expert_mlp import ExpertNames, is_sparse, read_expert_mlp
+from engine.models.gated_mlp import read_gated_mlp
+from engine.models.grouped_attention import pack_rotations, read_grouped_attention
+from engine.models.projections import Reader
+from engine.rope import Rotary
+
+_NAMES = {
+    "qwen3_moe": ExpertNames(),
+    "mixtral": ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
+}
+
+
+def read_grouped_moe(reader: Reader) -> Decoder:
+    config = reader.config
+    rotations, gated_rotation = pack_rotations(reader), reader.gated_rotation(config.intermediate_size)
+
+    def read_layer(index: int) -> Layer:
+        name = f"model.layers.{index}"
+        attention, input_norm = read_grouped_attention(
+            reader, f"{name}.self_attn", reader.norm(f"{name}.input_layernorm", config.hidden_size), rotations
+        )
+        post_norm = reader.norm(f"{name}.post_attention_layernorm", config.hidden_size)
+        if is_sparse(config, index):
+            experts, post_norm = read_expert_mlp(reader, name, post_norm, _NAMES[config.model_type])
+            return Layer(input_norm=input_norm, attention=attention, post_norm=post_norm, mlp=experts)
+        mlp, post_norm = read_gated_mlp(reader, f"{name}.mlp", post_norm, config.intermediate_size, gated_rotation)
+        return Layer(input_norm=input_norm, attention=attention, post_norm=post_norm, mlp=mlp)
+
+    return Decoder.read(reader, Rotary(config.rope, config.head_dim), read_layer)

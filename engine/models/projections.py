@@ -1,0 +1,95 @@
+"""Reads a model's matrices and norms from a checkpoint, as the backend and the way of holding them want them."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from engine.loading import Checkpoint
+from engine.model_config import ModelConfig
+from engine.models.int8_weights import (
+    MOST_GATED,
+    Projection,
+    hadamard,
+    read_rotated,
+    read_turned,
+    residual_basis,
+    write_turned,
+)
+from engine.quantization import AS_LOADED, W8A8, W8A16
+
+
+class Reader:
+    """Names of transformers, shapes of the config; for int8 in the turned basis of engine.models.int8_weights.
+
+    int8_cache: whether the cache holds int8, which attention may want to prepare for.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        ops: ModuleType,
+        dtype: torch.dtype,
+        *,
+        int8_cache: bool,
+        weights: str,
+    ) -> None:
+        self.config, self.checkpoint, self.ops, self.dtype = config, checkpoint, ops, dtype
+        self.int8_cache, self.weights = int8_cache, weights
+        self.basis = None if weights == AS_LOADED else residual_basis(config.hidden_size)
+
+    def embedding(self) -> torch.Tensor:
+        table = self.take_embedding()
+        return table if self.basis is None else (table.float() @ self.basis).to(self.dtype)
+
+    def take_embedding(self) -> torch.Tensor:
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        return self.checkpoint.take("model.embed_tokens.weight", shape, self.dtype)
+
+    def head(self, embedding: torch.Tensor, norm: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """The packed output layer and the weights of the norm before it."""
+        if not self.config.tie_word_embeddings:
+            weight = self.checkpoint.take("lm_head.weight", embedding.shape, self.dtype)
+        else:
+            weight = embedding if self.basis is None else self.take_embedding()
+        (weight, _), norm = self.reading(norm, (weight, None))
+        # Few rows pass through it and its errors reach the tokens at once: never int8 by int8.
+        return self.ops.pack_linear(weight, None, W8A16 if self.weights == W8A8 else self.weights), norm
+
+    def reading(self, norm: torch.Tensor, *projections: Projection) -> tuple[Any, ...]:
+        """Projections that read the residuals through `norm`, and the norm's weights: for int8, in the turned basis."""
+        if self.basis is None:
+            return *projections, norm
+        return *(read_turned(each, norm, self.basis) for each in projections), torch.ones_like(norm)
+
+    def writing(self, projection: Projection) -> Projection:
+        return projection if self.basis is None else write_turned(projection, self.basis)
+
+    def gated_rotation(self, width: int) -> Any:
+        """What goes into a down projection of `width` inputs is multiplied with; None where it stays as it is."""
+        if self.weights == AS_LOADED:
+            return None
+        return self.ops.pack_linear(hadamard(width, MOST_GATED).to(self.dtype), None)
+
+    def reading_gated(self, down: Projection) -> Projection:
+        """A down projection that writes to the residuals, for inputs that `gated_rotation` was applied to."""
+        return self.writing(down if self.basis is None else read_rotated(down))
+
+    def norm(self, name: str, size: int) -> torch.Tensor:
+        return self.checkpoint.take(f"{name}.weight", (size,), self.dtype)
+
+    def projection(
+        self, name: str, out_size: int, in_size: int, has_bias: bool = False, dtype: torch.dtype | None = None
+    ) -> Projection:
+        dtype = dtype or self.dtype
+        bias = self.checkpoint.take(f"{name}.bias", (out_size,), dtype) if has_bias else None
+        return self.checkpoint.take(f"{name}.weight", (out_size, in_size), dtype), bias
+
+    def pack(self, *parts: Projection) -> Any:
+        """One linear of all parts (which have a bias or not alike), stacked along the output."""
+        weight = parts[0][0] if len(parts) == 1 else torch.cat([weight for weight, _ in parts])
+        biases = [bias for _, bias in parts if bias is not None]
+        return self.ops.pack_linear(weight, torch.cat(biases) if biases else None, self.weights)
