@@ -11,7 +11,7 @@ from pathlib import Path
 
 import twinpool
 from decode.config import DecodeConfig
-from decode.metrics import DecodeMetrics, ReceiverMetrics
+from decode.metrics import DecodeMetrics
 from decode.server import DecodeServer, decode_note
 from decode.worker import Worker, regions
 from engine.engine import Engine
@@ -63,7 +63,7 @@ async def _serve(config: DecodeConfig, stop: asyncio.Event) -> None:
             host=config.kv_host or config.host,
             port=config.kv_port,
             advertise=_kv_advertise(config),
-            metrics=ReceiverMetrics(figures),
+            metrics=figures.transfers,
         )
         receiver.start()
         closing.callback(receiver.close)
@@ -92,6 +92,7 @@ async def _serve(config: DecodeConfig, stop: asyncio.Event) -> None:
         closing.push_async_callback(serving.stop, grace_s=1)
         address = advertised(config.advertise, config.host, serving.port, towards=next(iter(config.routers), ""))
         info = _info(config, engine, address, worker.max_context)
+        receiver.introduce_as(info.worker_id)
         log.setup(config.log_level, "decode", info.worker_id)  # by now it has one, and its lines say so
         registration = Registration(
             routers=config.routers,

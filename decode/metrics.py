@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from kvtransfer import NoMetrics
-from service.metrics import BATCH_SEQUENCES, REQUEST_SECONDS, TOKEN_SECONDS, TRANSFER_SECONDS
+from service.metrics import BATCH_SEQUENCES, REQUEST_SECONDS, TOKEN_SECONDS
+from service.transfers import LinkFigures, TransferFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,9 @@ class DecodeMetrics:
         self.tokens = counter("tokens_total", "Output tokens computed here; the first of a choice is not.", by_class)
         self.preemptions = counter("preemptions_total", "Sequences that lost their rows, to the swap area or for good.")
         self.restores = counter("restores_total", "Sequences that came back from the swap area.")
-        self.transfer_bytes = counter("transfer_bytes_total", "KV bytes received for committed requests.")
-        self.transfer_rows = counter("transfer_rows_total", "Rows received for committed requests.")
-        self.transfer_failures = counter("transfer_failures_total", "Transfers that failed, by error.", ("error",))
-        self.transfer_refusals = counter("transfer_refusals_total", "Links and frames refused, by error.", ("error",))
         self.queue_seconds = histogram(
             "queue_seconds", "Submitted until rows were reserved.", REQUEST_SECONDS, by_class
         )
-        self.transfer_seconds = histogram("transfer_seconds", "First frame until the commit.", TRANSFER_SECONDS)
         self.reserved_seconds = histogram("reserved_seconds", "Rows reserved until the commit.", REQUEST_SECONDS)
         self.request_seconds = histogram("request_seconds", "Commit until the last token.", REQUEST_SECONDS, by_class)
         self.step_seconds = histogram("step_seconds", "One step, sampling included.", TOKEN_SECONDS)
@@ -56,6 +51,7 @@ class DecodeMetrics:
         self.rows_total = gauge("rows_total", "Cache rows.")
         self.rows_used = gauge("rows_used", "Cache rows held by requests and reservations.")
         self.swap_rows_used = gauge("swap_rows_used", "Rows of the swap area that hold a sequence.")
+        self.transfers = ReceiverMetrics(registry)
         self._of_class: dict[str, ClassMetrics] = {}
 
     def of_class(self, sla_class: str) -> ClassMetrics:
@@ -67,11 +63,35 @@ class DecodeMetrics:
         return found
 
 
-class ReceiverMetrics(NoMetrics):
-    """What the links report between a request's events. Called from transfer threads."""
+class ReceiverMetrics(TransferFigures):
+    """What the links report, by transport and prefill worker. Called from transfer threads."""
 
-    def __init__(self, metrics: DecodeMetrics) -> None:
-        self._refusals = metrics.transfer_refusals
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__("decode", registry, "First frame until the commit.")
+        self.quarantined_reservations = self.gauge(
+            "quarantined_reservations", "Reservations given up whose sender has not said that it writes no more."
+        )
+        self.quarantined_rows = self.gauge("quarantined_rows", "Cache rows that nobody gets because of them.")
+        self.reservations_expired = Counter(
+            "twinpool_decode_reservations_expired_total",
+            "Reservations whose time was over: unclaimed by any prefill worker, or the rows were late.",
+            ("cause",),
+            registry=registry,
+        )
 
-    def refused(self, peer: str, error: str) -> None:
-        self._refusals.labels(error).inc()
+    def link(self, transport: str, peer: str, *, stranger: bool = False) -> ReceiverLink:
+        return ReceiverLink(self, transport, peer, stranger=stranger)
+
+    def expired(self, cause: str) -> None:
+        self.reservations_expired.labels(cause).inc()
+
+
+class ReceiverLink(LinkFigures):
+    def __init__(self, figures: ReceiverMetrics, transport: str, peer: str, *, stranger: bool) -> None:
+        super().__init__(figures, transport, peer, stranger=stranger)
+        self._quarantined_reservations = figures.quarantined_reservations.labels(*self._at)
+        self._quarantined_rows = figures.quarantined_rows.labels(*self._at)
+
+    def quarantined(self, reservations: int, rows: int) -> None:
+        self._quarantined_reservations.inc(reservations)
+        self._quarantined_rows.inc(rows)

@@ -133,7 +133,6 @@ class Scheduler:
 
     def transfer_failed(self, generation: Generation, error: TransferFailed) -> None:
         if generation.phase is Phase.RESERVED:
-            self._metrics.transfer_failures.labels(type(error).__name__).inc()
             self._end(generation, Reason.TRANSFER_FAILED, error)
 
     def fenced(self, generation: Generation) -> None:

@@ -197,9 +197,6 @@ class Worker:
         )
 
     def _committed(self, generation: Generation, commit: Commit) -> None:
-        self._metrics.transfer_bytes.inc(commit.bytes)
-        self._metrics.transfer_rows.inc(commit.rows)
-        self._metrics.transfer_seconds.observe(commit.seconds)
         try:
             first = self._decode_note(commit.note)
         except TransferFailed as error:

@@ -2,7 +2,8 @@
 
     sender   -> Hello      protocol, nonce
     receiver -> Challenge  nonce, HMAC(key, "receiver", both nonces)
-    sender   -> Identity   fingerprint, regions, receiver's incarnation, lease, HMAC(key, "sender", nonces, all of it)
+    sender   -> Identity   fingerprint, regions, receiver's incarnation, name, lease,
+                           HMAC(key, "sender", nonces, all of it)
     receiver -> Welcome    the receiver's regions, the lease that holds, the shorter of both; or Refused with the reason
 
 Regions may differ in their row layouts as far as one side's rows can be made from the other's (layout.py).
@@ -40,6 +41,7 @@ class Party:
     regions: Sequence[Region]
     cluster_key: str = field(repr=False)
     lease_s: float = lease.LEASE_S
+    name: str = ""  # of the process, for people and metrics
 
     @property
     def lease_ms(self) -> int:
@@ -96,13 +98,16 @@ def greet(link: Link, me: Party, *, incarnation: bytes, deadline: float) -> tupl
     if not hmac.compare_digest(challenge.proof, me.prove("receiver", nonce, challenge.nonce)):
         raise Unauthenticated(f"{link.peer} does not hold this process' cluster key: set the same key on all workers")
     regions, layouts = me.describe_regions()
-    proof = me.prove("sender", nonce, challenge.nonce, me.fingerprint, regions, layouts, incarnation, me.lease_ms)
+    proof = me.prove(
+        "sender", nonce, challenge.nonce, me.fingerprint, regions, layouts, incarnation, me.name, me.lease_ms
+    )
     link.send(
         wire.Identity(
             fingerprint=me.fingerprint,
             regions=regions,
             layouts=layouts,
             incarnation=incarnation,
+            name=me.name,
             lease_ms=me.lease_ms,
             proof=proof,
         ),
@@ -118,8 +123,8 @@ def greet(link: Link, me: Party, *, incarnation: bytes, deadline: float) -> tupl
     return shapes, min(answer.lease_ms, me.lease_ms) / 1000
 
 
-def admit(link: Link, me: Party, *, incarnation: bytes, deadline: float) -> float:
-    """The receiver's side; `incarnation` is its own. Returns the agreed lease in s.
+def admit(link: Link, me: Party, *, incarnation: bytes, deadline: float) -> tuple[str, float]:
+    """The receiver's side; `incarnation` is its own. Returns what the sender calls itself and the agreed lease in s.
 
     Raises what it refused the sender with, after having told it.
     """
@@ -132,7 +137,7 @@ def admit(link: Link, me: Party, *, incarnation: bytes, deadline: float) -> floa
     lease_ms = min(identity.lease_ms, me.lease_ms)
     welcome = wire.Welcome(protocol=wire.PROTOCOL, regions=regions, layouts=layouts, lease_ms=lease_ms)
     link.send(welcome, deadline=deadline)
-    return lease_ms / 1000
+    return identity.name, lease_ms / 1000
 
 
 def _check_sender(link: Link, me: Party, incarnation: bytes, deadline: float) -> wire.Identity:
@@ -154,7 +159,14 @@ def _check_sender(link: Link, me: Party, incarnation: bytes, deadline: float) ->
     identity = link.receive(deadline=deadline).message
     if not isinstance(identity, wire.Identity):
         raise wire.Malformed(f"{type(identity).__name__} instead of Identity")
-    claims = (identity.fingerprint, identity.regions, identity.layouts, identity.incarnation, identity.lease_ms)
+    claims = (
+        identity.fingerprint,
+        identity.regions,
+        identity.layouts,
+        identity.incarnation,
+        identity.name,
+        identity.lease_ms,
+    )
     proof = me.prove("sender", hello.nonce, nonce, *claims)
     if not hmac.compare_digest(identity.proof, proof):
         raise Unauthenticated("the sender does not hold the receiver's cluster key: set the same key on all workers")

@@ -22,12 +22,20 @@ from kvtransfer import handshake, wire
 from kvtransfer.digest import commit_context
 from kvtransfer.lease import BEATS, PeerSilent
 from kvtransfer.mapping import LinkMapping
-from kvtransfer.metrics import TransferMetrics
-from kvtransfer.push import GiveUp, Note, Push, Rows
+from kvtransfer.metrics import ABORTED, NONE, LinkMetrics, TransferMetrics, error_name
+from kvtransfer.push import GiveUp, Note, Push, PushResult, Rows
 from kvtransfer.region import Region
 from kvtransfer.target import Target
 from kvtransfer.transports import Link
-from twinpool.errors import PeerLost, TransferFailed, TransferTimeout, TwinpoolError
+from twinpool.errors import (
+    Incompatible,
+    PeerLost,
+    ReservationGone,
+    TransferFailed,
+    TransferTimeout,
+    TwinpoolError,
+    Unauthenticated,
+)
 
 log = logging.getLogger(__name__)
 
@@ -52,19 +60,27 @@ class Outbound:
 
     def __init__(
         self,
+        address: str,
         peer: str,
-        connect: Callable[[], tuple[Link, LinkMapping | None]],
+        connect: Callable[[], tuple[Link, str, LinkMapping | None]],
         regions: Sequence[Region],
         metrics: TransferMetrics,
         on_end: Callable[[Outbound], None],
     ) -> None:
-        """connect: makes the link and gets it through the handshake; runs on the new thread."""
-        self._peer = peer
+        """address, peer: the receiver in logs, and in metrics.
+
+        connect: makes the link and gets it through the handshake, and says over which transport; runs on the new
+        thread.
+        """
+        self.peer = peer
+        self.transport = NONE  # until there is a link
+        self._address = address
         self._connect = connect
         self._regions = regions
         self._outgoing = regions  # what frames are sent from: on a mapped link rows made for the receiver
         self._mapping: LinkMapping | None = None
         self._metrics = metrics
+        self._link_metrics: LinkMetrics | None = None  # once there is a link
         self._on_end = on_end
         self._lock = threading.Lock()  # guards the next six
         self._inbox: deque[tuple[Push, Rows | Note | GiveUp | None]] = deque()
@@ -78,14 +94,14 @@ class Outbound:
         self._queues: dict[int, deque[Rows | Note]] = {}
         self._turns: deque[int] = deque()  # pushes with something queued, each once
         self._control: deque[wire.Claim | wire.Abort | wire.Heartbeat] = deque()  # goes out before any rows
-        self._queued_rows = 0
+        self._queued_rows = self._queued_bytes = 0
         self._in_flight: Push | None = None  # whose rows the frame being sent reads
         self._sending = False
         self._frame_rows: _Frame | None = None  # of the frame being sent
-        self._frame_deadline = 0.0
+        self._frame_began_at = self._frame_deadline = 0.0
         self._idle_since = time.monotonic()
         self._heard_at = self._sent_at = math.inf  # last bytes of the receiver, last frame for it; once linked
-        self._thread = threading.Thread(target=self._run, name=f"kv-send {peer}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"kv-send {address}", daemon=True)
 
     def start(self, target: Target, deadline: float) -> Push:
         """Starts the thread with a first push, which ends with the link's error should it not come about."""
@@ -134,48 +150,60 @@ class Outbound:
     # --- the link's thread ---
 
     def _run(self) -> None:
-        error: TwinpoolError = PeerLost(f"the link to {self._peer} was closed by this side")
-        link = None
+        error: TwinpoolError = PeerLost(f"the link to {self._address} was closed by this side")
+        link, reported = None, None
         try:
-            link, self._mapping = self._connect()
+            link, self.transport, self._mapping = self._connect()
+            self._link_metrics = self._metrics.link(self.transport, self.peer)
             if self._mapping is not None:
                 self._outgoing = self._mapping.regions
             with self._lock:
                 self._link = link
             self._pump(link)
         except PeerSilent as exc:
-            error = PeerLost(exc.message)
+            error, reported = PeerLost(exc.message), error_name(exc)
+            self._reports.lease_lost()
             log.warning("%s", exc.message)
         except TwinpoolError as exc:
-            error = exc
+            error, reported = exc, None if self._closing else error_name(exc)
+            if isinstance(exc, Unauthenticated | Incompatible | ReservationGone):
+                self._reports.refused(error_name(exc))
         except wire.Malformed as exc:
-            error = PeerLost(f"{self._peer} sent what is no frame: {exc}")
+            error, reported = PeerLost(f"{self._address} sent what is no frame: {exc}"), error_name(exc)
         except Exception as exc:
-            log.exception("the KV link to %s failed", self._peer)
-            error = TransferFailed(f"the link to {self._peer} failed: {exc!r}")
+            log.exception("the KV link to %s failed", self._address)
+            error, reported = TransferFailed(f"the link to {self._address} failed: {exc!r}"), error_name(exc)
         finally:
-            self._end_link(link, error)
+            self._end_link(link, error, reported)
 
-    def _end_link(self, link: Link | None, error: TwinpoolError) -> None:
+    @property
+    def _reports(self) -> LinkMetrics:
+        if self._link_metrics is None:  # the link did not come about
+            self._link_metrics = self._metrics.link(self.transport, self.peer)
+        return self._link_metrics
+
+    def _end_link(self, link: Link | None, error: TwinpoolError, reported: str | None) -> None:
         with self._lock:
             self._ended = True
             self._link = None
             late, self._inbox = self._inbox, deque()
             os.close(self._wake_read)
             os.close(self._wake_write)
+        self._reports.down(reported)
         if link is not None:
             link.close()
             while not link.drained(DRAIN_POLL_S):
-                log.warning("rows for %s may still be read, though its link was closed", self._peer)
+                log.warning("rows for %s may still be read, though its link was closed", self._address)
         self._on_end(self)
         for push, _ in late:
             self._pushes.setdefault(push.number, push)  # opened too late to be known, or ended already
         for push in self._pushes.values():
             push.closed.set()
-            self._report(push, error)
+            self._report(push, error, error_name(error))
         if self._in_flight is not None:
             self._in_flight.closed.set()
-        self._metrics.queued(self._peer, 0)
+        self._count_queued(-self._queued_rows, -self._queued_bytes)
+        self._reports.forget()
 
     def _pump(self, link: Link) -> None:
         poll = select.poll()
@@ -198,7 +226,7 @@ class Outbound:
                     for message in link.receive_ready():
                         self._take_answer(link, message)
             if time.monotonic() >= self._heard_at + link.lease_s:  # and nothing of it lies unread
-                raise PeerSilent.after(self._peer, link.lease_s)
+                raise PeerSilent.after(self._address, link.lease_s)
             if self._is_idle():
                 return
 
@@ -212,6 +240,7 @@ class Outbound:
         for push, item in items:
             if item is None:
                 self._pushes[push.number] = push
+                self._begin(push)
                 self._queues[push.number] = deque()
                 if self._mapping is not None:
                     push.collected = self._mapping.collect(push.target.spans)
@@ -219,7 +248,7 @@ class Outbound:
             elif push.number not in self._pushes:
                 pass  # it has ended
             elif isinstance(item, GiveUp):
-                self._give_up(push, item.error)
+                self._give_up(push, item.error, ABORTED)
             else:
                 self._queue(link, push, item)
 
@@ -233,7 +262,7 @@ class Outbound:
             if accepted is None:
                 return
             item = accepted
-            self._count_queued(len(item.rows))
+            self._count_queued(len(item.rows), len(item.rows) * self._outgoing[item.region].row_bytes)
         queue = self._queues[push.number]
         if not queue and self._may_send(link, push):
             self._turns.append(push.number)
@@ -259,7 +288,8 @@ class Outbound:
                 push.manifest.add(frame.region, frame.positions, frame.checksums)
                 push.num_rows += len(frame.positions)
                 push.num_bytes += frame.num_bytes
-                self._metrics.moved(self._peer, len(frame.positions), frame.num_bytes)
+                push.sending_s += self._sent_at - self._frame_began_at
+                self._reports.moved(len(frame.positions), frame.num_bytes)
             if push.number not in self._pushes:  # it ended while its last frame left
                 push.closed.set()
         return bool(self._control or self._turns)
@@ -274,8 +304,7 @@ class Outbound:
             push = self._pushes.get(self._turns.popleft())
             if push is None:
                 continue
-            if push.first_put_at is None:
-                push.first_put_at = time.monotonic()
+            self._frame_began_at = time.monotonic()
             item = self._queues[push.number].popleft()
             if isinstance(item, Note):
                 self._begin_commit(link, push, item)
@@ -295,7 +324,7 @@ class Outbound:
         positions, rows = item.positions[:size], item.rows[:size]
         if len(item.rows) > size:
             self._queues[push.number].appendleft(Rows(item.region, item.positions[size:], item.rows[size:]))
-        self._count_queued(-len(rows))
+        self._count_queued(-len(rows), -len(rows) * region.row_bytes)
         repeated = push.manifest.first_repeated(item.region, positions)
         if repeated is not None:
             self._give_up(push, TransferFailed(f"position {repeated} of region {region.name!r} was put twice"))
@@ -373,7 +402,9 @@ class Outbound:
         if isinstance(message, wire.Refused):
             if link.one_sided:
                 self._abort(push, "refused")  # its owner waits to hear that nothing is written any more
-            self._end(push, handshake.refusal(message))
+            refusal = handshake.refusal(message)
+            self._reports.refused(error_name(refusal))
+            self._end(push, refusal)
         elif push.is_committed:
             self._end(push, None)
         else:
@@ -385,16 +416,16 @@ class Outbound:
             self._give_up(
                 push,
                 TransferTimeout(
-                    f"{self._peer} did not confirm the KV rows of request {push.target.request_id!r} in time"
+                    f"{self._address} did not confirm the KV rows of request {push.target.request_id!r} in time"
                 ),
             )
         if self._sending and self._frame_deadline <= now:
-            raise PeerLost(f"{self._peer} takes no more bytes")
+            raise PeerLost(f"{self._address} takes no more bytes")
 
-    def _give_up(self, push: Push, error: TransferFailed) -> None:
+    def _give_up(self, push: Push, error: TransferFailed, reported: str = "") -> None:
         """Ends a push from this side and has the receiver told."""
         self._abort(push, error.message)
-        self._end(push, error)
+        self._end(push, error, reported)
 
     def _abort(self, push: Push, reason: str) -> None:
         target = push.target
@@ -408,27 +439,39 @@ class Outbound:
             )
         )
 
-    def _end(self, push: Push, error: TwinpoolError | None) -> None:
+    def _end(self, push: Push, error: TwinpoolError | None, reported: str = "") -> None:
+        """reported: what metrics call the error, if not by its class."""
         del self._pushes[push.number]
-        dropped = sum(len(item.rows) for item in self._queues.pop(push.number) if isinstance(item, Rows))
-        self._count_queued(-dropped)
+        for item in self._queues.pop(push.number):
+            if isinstance(item, Rows):
+                self._count_queued(-len(item.rows), -len(item.rows) * self._outgoing[item.region].row_bytes)
         if not self._pushes:
             self._idle_since = time.monotonic()
         if self._in_flight is push:  # `closed` follows when its frame is out
             self._frame_deadline = min(self._frame_deadline, time.monotonic() + FRAME_GRACE_S)
         else:
             push.closed.set()
-        self._report(push, error)
+        self._report(push, error, None if error is None else reported or error_name(error))
 
-    def _report(self, push: Push, error: TwinpoolError | None) -> None:
-        result = push.finish(error)
-        if result is not None:
-            self._metrics.finished(self._peer, result.seconds, None if error is None else type(error).__name__)
+    def _begin(self, push: Push) -> None:
+        push.has_begun = True
+        self._reports.began(push.target.attempt)
 
-    def _count_queued(self, rows: int) -> None:
+    def _report(self, push: Push, error: TwinpoolError | None, reported: str | None) -> None:
+        def report(result: PushResult) -> None:
+            if not push.has_begun:
+                self._begin(push)
+            self._reports.finished(result.seconds, reported)
+            if error is None and push.sending_s > 0:
+                self._reports.paced(result.bytes / push.sending_s)
+
+        push.finish(error, report)
+
+    def _count_queued(self, rows: int, num_bytes: int) -> None:
         if rows:
             self._queued_rows += rows
-            self._metrics.queued(self._peer, self._queued_rows)
+            self._queued_bytes += num_bytes
+            self._reports.queued(rows, num_bytes)
 
     def _wait_s(self, link: Link) -> float:
         """Until the next thing happens by itself."""

@@ -29,9 +29,11 @@ class PushResult:
     error: TwinpoolError | None  # TransferFailed, Incompatible or Unauthenticated; None: the receiver has verified all
     bytes: int  # of rows that left
     rows: int
-    seconds: float  # first row to the end
+    seconds: float  # first put to the end, with the making of the link if there was none
     first_put_at: float
     done_at: float
+    transport: str  # that carried it; metrics.NONE if there never was a link
+    peer: str  # what the receiver calls itself, else its host
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class Push:
         self._outbound = outbound
         self._regions = regions
         self._lock = threading.Lock()
+        self.first_put_at: float | None = None
         self._on_done: Callable[[PushResult], None] | None = None
         self._result: PushResult | None = None
         # The rest is the link thread's.
@@ -86,7 +89,8 @@ class Push:
         self.collected: Collected | None = None  # on a mapped link, which puts are complete
         self.num_bytes = 0
         self.num_rows = 0
-        self.first_put_at: float | None = None
+        self.sending_s = 0.0  # while its rows were leaving
+        self.has_begun = False  # and was reported
 
     @property
     def expected_from(self) -> Mapping[str, int]:
@@ -112,6 +116,7 @@ class Push:
                 f"region {source.name!r} has rows 0 to {source.num_rows - 1}"
             )
         if rows:
+            self.first_put_at = self.first_put_at or time.monotonic()
             self._outbound.enqueue(self, Rows(region, tuple(positions), tuple(rows)))
 
     def accept(self, item: Rows) -> Rows | None:
@@ -164,8 +169,8 @@ class Push:
         """The receiver's row for `position`, once granted."""
         return self.granted[region.group][position - self._span(region).first]
 
-    def finish(self, error: TwinpoolError | None) -> PushResult | None:
-        """The end. Called by the link's thread; None when the push had ended before."""
+    def finish(self, error: TwinpoolError | None, report: Callable[[PushResult], None]) -> None:
+        """The end, and `report` of it before the owner knows. Called by the link's thread; ignored after the first."""
         done_at = time.monotonic()
         first_put_at = done_at if self.first_put_at is None else self.first_put_at
         result = PushResult(
@@ -175,15 +180,17 @@ class Push:
             seconds=done_at - first_put_at,
             first_put_at=first_put_at,
             done_at=done_at,
+            transport=self._outbound.transport,
+            peer=self._outbound.peer,
         )
         with self._lock:
             if self._result is not None:
-                return None
+                return
             self._result = result
             on_done = self._on_done
+        report(result)
         if on_done is not None:
             _call(on_done, result)
-        return result
 
     def _span(self, region: Region) -> Span:
         return self.target.spans.get(region.group, Span(first=0, size=0))

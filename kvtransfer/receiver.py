@@ -13,12 +13,13 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from kvtransfer import handshake, lease, transports, wire
 from kvtransfer.digest import row_checksums
 from kvtransfer.lease import Heartbeats, PeerSilent
 from kvtransfer.memory import SharedMemory
-from kvtransfer.metrics import NoMetrics, TransferMetrics
+from kvtransfer.metrics import ABORTED, MAX_PEER_CHARS, LinkMetrics, NoMetrics, TransferMetrics, error_name, host_of
 from kvtransfer.region import Region, check_regions
 from kvtransfer.reservation import Commit, Reservation
 from kvtransfer.reservation_table import ReservationTable
@@ -29,6 +30,7 @@ from twinpool.errors import (
     ConfigError,
     Incompatible,
     InvalidRequest,
+    Overloaded,
     PeerLost,
     ReservationGone,
     TransferFailed,
@@ -85,6 +87,8 @@ class KvReceiver:
         self._memory = memory
         self._address = (host, port, advertise)
         self._metrics = metrics or NoMetrics()
+        self._link_metrics: dict[Link, LinkMetrics] = {}  # of links through their handshake
+        self._name = ""
         self._table = ReservationTable(max_reservations)
         self._links: dict[Link, threading.Thread] = {}
         self._links_lock = threading.Lock()
@@ -120,7 +124,7 @@ class KvReceiver:
     def _listen(self, name: str, transport: Transport, address: tuple[str, int, str | None]) -> None:
         try:
             transport.register(self._regions, self._memory)
-            self._listeners.append(transport.listen(*address, self._accept))
+            self._listeners.append(transport.listen(*address, partial(self._accept, name)))
         except ConfigError as exc:
             if not self._is_auto or name == transports.PREFERENCE[-1]:
                 raise
@@ -129,6 +133,10 @@ class KvReceiver:
     def _close_listeners(self) -> None:
         for listener in self._listeners:
             listener.close()
+
+    def introduce_as(self, name: str) -> None:
+        """What senders call this receiver in their metrics, from its next reservation on; until then: its host."""
+        self._name = name[:MAX_PEER_CHARS]
 
     def close(self) -> None:
         """Ends every link, thread and reservation (on_failed is called for live ones). Bounded; idempotent."""
@@ -203,6 +211,7 @@ class KvReceiver:
             request_id=request_id,
             attempt=attempt,
             spans=reservation.spans(),
+            name=self._name,
         ).encode()
         self._table.add(reservation)
         return reservation
@@ -236,11 +245,14 @@ class KvReceiver:
             if block is None or -(-count // block) != size:
                 raise ValueError(f"{count} tokens do not take {size} rows of group {group!r}, which hold {block} each")
 
-    def _accept(self, link: Link) -> None:
-        thread = threading.Thread(target=self._serve, args=(link,), name=f"kv-receive {link.peer}", daemon=True)
+    def _accept(self, transport: str, link: Link) -> None:
+        thread = threading.Thread(
+            target=self._serve, args=(transport, link), name=f"kv-receive {link.peer}", daemon=True
+        )
         with self._links_lock:
             if self._closed or len(self._links) >= MAX_LINKS:
                 log.warning("refusing a KV link from %s: %d are open", link.peer, len(self._links))
+                self._refused(transport, link, Overloaded.__name__)
                 link.close()
                 return
             self._links[link] = thread
@@ -251,36 +263,53 @@ class KvReceiver:
                 del self._links[link]
                 link.close()
 
-    def _serve(self, link: Link) -> None:
-        reason = "the link was closed"
+    def _serve(self, transport: str, link: Link) -> None:
+        reason, error = "the link was closed", None
         try:
             deadline = time.monotonic() + handshake.TIMEOUT_S
-            lease_s = handshake.admit(link, self._party, incarnation=self._incarnation, deadline=deadline)
+            name, lease_s = handshake.admit(link, self._party, incarnation=self._incarnation, deadline=deadline)
+            self._link_metrics[link] = self._metrics.link(transport, name or host_of(link.peer))
             link.share(deadline=deadline)
             link.agree(lease_s)
             self._heartbeats.add(link)
             while True:
                 self._handle(link, link.receive())
         except PeerSilent as exc:
-            reason = exc.message
+            reason, error = exc.message, error_name(exc)
+            self._link_metrics[link].lease_lost()
             log.warning("%s", reason)
-        except PeerLost as exc:
+        except PeerLost as exc:  # an idle link is closed without a word
             reason = exc.message
         except (wire.Malformed, Unauthenticated, Incompatible, TransferFailed) as exc:
-            reason = f"link from {link.peer} refused: {exc}"
-            self._metrics.refused(link.peer, type(exc).__name__)
+            reason, error = f"link from {link.peer} refused: {exc}", error_name(exc)
+            self._refused(transport, link, error)
             log.warning("%s", reason)
-        except Exception:
-            reason = f"the receiver failed on the link from {link.peer}"
+        except Exception as exc:
+            reason, error = f"the receiver failed on the link from {link.peer}", error_name(exc)
             log.exception("%s", reason)
         finally:
             self._table.lose(link, reason)
             self._heartbeats.remove(link)
             link.cut()
+            if link in self._link_metrics:
+                self._link_metrics[link].down(error)
             self._wait_for_fence(link)
+            if link in self._link_metrics:
+                self._link_metrics.pop(link).forget()
             with self._links_lock:
                 self._links.pop(link, None)
             link.close()
+
+    def _refused(self, transport: str, link: Link, error: str) -> None:
+        """Counts a link that was turned away, with whoever it is if that has been proved."""
+        known = self._link_metrics.get(link)
+        if known is not None:
+            known.refused(error)
+            return
+        stranger = self._metrics.link(transport, host_of(link.peer), stranger=True)
+        stranger.refused(error)
+        stranger.down(error)
+        stranger.forget()
 
     def _wait_for_fence(self, link: Link) -> None:
         while not link.fenced(FENCE_POLL_S):
@@ -325,7 +354,7 @@ class KvReceiver:
                 link.skip(payload_bytes)
             self._end(link, put.push, reservation, exc)
         else:
-            self._metrics.moved(link.peer, num_rows, num_bytes)
+            self._link_metrics[link].moved(num_rows, num_bytes)
 
     def _commit(self, link: Link, commit: wire.Commit, payload_bytes: int) -> None:
         note = memoryview(bytearray(payload_bytes))
@@ -346,7 +375,7 @@ class KvReceiver:
             reservation = self._claimed(link, abort)
         except ReservationGone:
             return  # over already: what an abort is for
-        reservation.fail(TransferFailed(f"the sender gave up: {abort.reason}"))
+        reservation.fail(TransferFailed(f"the sender gave up: {abort.reason}"), reported=ABORTED)
 
     def _take_claim(self, link: Link, claim: wire.Claim) -> None:
         """Binds a reservation to its sender, and tells one that writes by itself where to."""
@@ -367,12 +396,12 @@ class KvReceiver:
 
     def _claimed(self, link: Link, message: wire.Claim | wire.Put | wire.Commit | wire.Abort) -> Reservation:
         reservation = self._table.find(message.token)
-        reservation.claim(link, message)
+        reservation.claim(link, message, self._link_metrics[link])
         return reservation
 
     def _end(self, link: Link, push: int, reservation: Reservation | None, error: TransferFailed) -> None:
         """Ends one push; `reservation` is None when the push never had a right to one."""
         if reservation is not None:
             reservation.fail(error)
-        self._metrics.refused(link.peer, type(error).__name__)
+        self._link_metrics[link].refused(error_name(error))
         link.send(handshake.refused(push, error), deadline=time.monotonic() + REPLY_TIMEOUT_S)

@@ -25,7 +25,7 @@ from typing import TypeVar
 from kvtransfer import wire
 from kvtransfer.digest import Manifest, commit_context
 from kvtransfer.handshake import refused
-from kvtransfer.metrics import TransferMetrics
+from kvtransfer.metrics import RELEASED, LinkMetrics, TransferMetrics, error_name
 from kvtransfer.region import Region
 from kvtransfer.target import Span
 from kvtransfer.transports import Link
@@ -113,6 +113,7 @@ class Reservation:
         self._lock = threading.Condition()
         self._state = _State.OPEN
         self._claim: tuple[Link, int] | None = None  # link and push that own it
+        self._link_metrics: LinkMetrics | None = None  # of that link
         self._claimed_at = 0.0
         self._began_at = 0.0  # first frame of rows
         self._landing = False  # a frame's bytes may be entering the rows
@@ -141,11 +142,15 @@ class Reservation:
         after it.
         """
         with self._lock:
+            was_claimed = self._state is _State.CLAIMED
             self._state = _State.RELEASED
             self._forget(self)
             claim, granted = self._claim, self._granted
-            if claim is None or (self._quarantined and granted):
-                return claim is None
+            is_quarantined = self._quarantined and granted
+        if was_claimed:
+            self._report_end(RELEASED)
+        if claim is None or is_quarantined:
+            return claim is None
         if granted:
             self._revoke(*claim)
             return self._fenced_soon(claim[0])
@@ -167,6 +172,7 @@ class Reservation:
             if self._lock.wait_for(lambda: not self._granted, FENCE_WAIT_S):
                 return True
             self._quarantined = True
+            self._count_quarantined(1)
         log.warning(
             "the rows of request %r are in quarantine: %s does not confirm that it has stopped writing",
             self.request_id,
@@ -191,6 +197,7 @@ class Reservation:
             if not self._quarantined:
                 return
             self._quarantined = False
+            self._count_quarantined(-1)
         log.info("the rows of request %r are out of quarantine", self.request_id)
         try:
             self._on_fenced()
@@ -205,8 +212,17 @@ class Reservation:
             self._granted = True
         return {group: rows[self._first.get(group, 0) :] for group, rows in self._rows.items()}
 
-    def claim(self, link: Link, message: wire.Claim | wire.Put | wire.Commit | wire.Abort) -> None:
-        """Binds the reservation to the push of its first frame. ReservationGone for any other."""
+    def _count_quarantined(self, sign: int) -> None:
+        if self._link_metrics is not None:
+            self._link_metrics.quarantined(sign, sign * sum(map(len, self._rows.values())))
+
+    def claim(
+        self, link: Link, message: wire.Claim | wire.Put | wire.Commit | wire.Abort, metrics: LinkMetrics
+    ) -> None:
+        """Binds the reservation to the push of its first frame, on a link with these metrics.
+
+        ReservationGone for any other.
+        """
         with self._lock:
             if message.request_id != self.request_id or message.attempt != self.attempt:
                 raise ReservationGone("the reservation belongs to another request or attempt")
@@ -214,6 +230,8 @@ class Reservation:
                 self._state = _State.CLAIMED
                 self._claim = (link, message.push)
                 self._claimed_at = time.monotonic()
+                self._link_metrics = metrics
+                metrics.began(self.attempt)
             elif self._state is not _State.CLAIMED:
                 raise ReservationGone("the reservation is over")
             elif self._claim != (link, message.push):
@@ -272,7 +290,8 @@ class Reservation:
             now = time.monotonic()
             seconds = now - (self._began_at or now)
         done = Commit(note=note, bytes=self._num_bytes, rows=sum(self._manifest.counts()), seconds=seconds)
-        self._metrics.finished(link.peer, seconds, None)
+        if self._link_metrics is not None:
+            self._link_metrics.finished(seconds, None)
         _call(self._on_commit, done)
 
     def _check_complete(self, message: wire.Commit, note: bytes) -> None:
@@ -286,28 +305,37 @@ class Reservation:
         if message.digest != self._manifest.digest(commit_context(self.request_id, self.attempt, note)):
             raise ChecksumMismatch(f"the digest of request {self.request_id!r} does not fit the rows that arrived")
 
-    def fail(self, error: TransferFailed, *, only_in: tuple[_State, ...] = _LIVE) -> bool:
-        """Ends it, if it is live, and tells the owner. The owner still has to release it."""
+    def fail(self, error: TransferFailed, *, only_in: tuple[_State, ...] = _LIVE, reported: str = "") -> bool:
+        """Ends it, if it is live, and tells the owner. The owner still has to release it.
+
+        reported: what metrics call the error, if not by its class.
+        """
         with self._lock:
             if self._state not in only_in:
                 return False
             self._state = _State.FAILED
             self._forget(self)
-        peer, seconds = "", 0.0
-        if self._claim is not None:
-            peer, seconds = self._claim[0].peer, time.monotonic() - self._claimed_at
-        self._metrics.finished(peer, seconds, type(error).__name__)
+        self._report_end(reported or error_name(error))
         _call(self._on_failed, error)
         return True
+
+    def _report_end(self, error: str) -> None:
+        if self._link_metrics is not None:
+            self._link_metrics.finished(time.monotonic() - self._claimed_at, error)
 
     def expire(self, now: float) -> None:
         """Ends it if its time is over."""
         rows = f"the KV rows of request {self.request_id!r}, attempt {self.attempt}"
+        cause = "unclaimed" if self._claim is None else "late"
         if self._deadline <= now:
-            self.fail(TransferTimeout(f"{rows}, did not arrive in {self._timeout_s:g} s"))
+            expired = self.fail(TransferTimeout(f"{rows}, did not arrive in {self._timeout_s:g} s"))
         elif self._claim_by <= now:
             unclaimed = TransferTimeout(f"no prefill worker claimed {rows}, in {self._claim_within_s:g} s")
-            self.fail(unclaimed, only_in=(_State.OPEN,))
+            expired = self.fail(unclaimed, only_in=(_State.OPEN,))
+        else:
+            return
+        if expired:
+            self._metrics.expired(cause)
 
     def lose(self, link: Link, reason: str) -> None:
         """The link broke: ends the reservation if that link had claimed it."""

@@ -6,11 +6,11 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from kvtransfer import handshake, lease, transports
 from kvtransfer.mapping import LinkMapping
-from kvtransfer.metrics import NoMetrics, TransferMetrics
+from kvtransfer.metrics import MAX_PEER_CHARS, NoMetrics, TransferMetrics, host_of
 from kvtransfer.outbound import Outbound
 from kvtransfer.push import Push
 from kvtransfer.region import Region, check_regions
@@ -67,7 +67,8 @@ class KvSender:
                 f"the target is for request {wanted.request_id!r}, attempt {wanted.attempt}, "
                 f"not for {request_id!r}, attempt {attempt}"
             )
-        receiver = _Receiver(self._usable(wanted), wanted.incarnation)
+        endpoints = self._usable(wanted)
+        receiver = _Receiver(endpoints, wanted.incarnation, wanted.name or host_of(endpoints[-1]))
         with self._lock:
             if self._closed:
                 raise TransferFailed("the sender is closed")
@@ -79,6 +80,10 @@ class KvSender:
             push = link.start(wanted, deadline)
             self._links[receiver] = link
             return push
+
+    def introduce_as(self, name: str) -> None:
+        """What receivers call this sender in their metrics, from its next link on; until then: its host."""
+        self._party = replace(self._party, name=name[:MAX_PEER_CHARS])
 
     def close(self) -> None:
         """Fails every open push and ends every link and thread. Bounded; idempotent."""
@@ -103,7 +108,7 @@ class KvSender:
     def _new_link(self, receiver: _Receiver, deadline: float) -> Outbound:
         connect_by = min(deadline, time.monotonic() + CONNECT_TIMEOUT_S)
 
-        def connect() -> tuple[Link, LinkMapping | None]:
+        def connect() -> tuple[Link, str, LinkMapping | None]:
             return self._connect_best(receiver, connect_by)
 
         def forget(ended: Outbound) -> None:
@@ -111,10 +116,10 @@ class KvSender:
                 if self._links.get(receiver) is ended:
                     del self._links[receiver]
 
-        return Outbound(receiver.name, connect, self._regions, self._metrics, forget)
+        return Outbound(receiver.address, receiver.name, connect, self._regions, self._metrics, forget)
 
-    def _connect_best(self, receiver: _Receiver, deadline: float) -> tuple[Link, LinkMapping | None]:
-        """A link over the first endpoint that works, in the receiver's order; the log says which and why."""
+    def _connect_best(self, receiver: _Receiver, deadline: float) -> tuple[Link, str, LinkMapping | None]:
+        """A link over the first endpoint that works, in the receiver's order, and its transport; the log says why."""
         failures: list[PeerLost | Incompatible] = []
         for endpoint in receiver.endpoints:
             try:
@@ -126,10 +131,10 @@ class KvSender:
                 failures.append(Incompatible(exc.message))
                 continue
             reasons = "".join(f"; {failure.message}" for failure in failures)
-            log.info("KV rows for %s go over %s%s", receiver.name, _scheme(endpoint), reasons)
+            log.info("KV rows for %s go over %s%s", receiver.address, _scheme(endpoint), reasons)
             if mapping is not None:
-                log.info("KV rows for %s are mapped: %s", receiver.name, mapping)
-            return link, mapping
+                log.info("KV rows for %s are mapped: %s", receiver.address, mapping)
+            return link, _scheme(endpoint), mapping
         raise failures[-1]
 
     def _connect(self, endpoint: str, incarnation: bytes, deadline: float) -> tuple[Link, LinkMapping | None]:
@@ -163,10 +168,11 @@ class _Receiver:
 
     endpoints: tuple[str, ...]
     incarnation: bytes
+    name: str = field(compare=False)  # for metrics
 
     @property
-    def name(self) -> str:
-        """For people and metrics: the same whichever way is taken."""
+    def address(self) -> str:
+        """For logs: the same whichever way is taken."""
         return self.endpoints[-1]
 
 

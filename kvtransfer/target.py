@@ -9,12 +9,13 @@ from typing import Any
 import msgpack
 
 from kvtransfer import wire
+from kvtransfer.metrics import MAX_PEER_CHARS
 from twinpool.errors import InvalidRequest
 
 MAX_TARGET_BYTES = 16 << 10
 MAX_POSITIONS = 1 << 18  # rows of one group in one reservation
 MAX_TOKENS = 1 << 31  # of one sequence
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +40,12 @@ class Target:
     request_id: str
     attempt: int
     spans: Mapping[str, Span]
+    name: str = ""  # what the receiver calls itself, for people and metrics
 
     def encode(self) -> bytes:
         spans = {group: [span.first, span.size, span.tokens] for group, span in self.spans.items()}
         packed: bytes = msgpack.packb(
-            [_VERSION, self.endpoints, self.incarnation, self.token, self.request_id, self.attempt, spans]
+            [_VERSION, self.endpoints, self.incarnation, self.token, self.request_id, self.attempt, spans, self.name]
         )
         return packed
 
@@ -56,7 +58,7 @@ class Target:
             )
         try:
             fields: Any = msgpack.unpackb(data, use_list=False, strict_map_key=True)
-            version, endpoints, incarnation, token, request_id, attempt, spans = fields
+            version, endpoints, incarnation, token, request_id, attempt, spans, name = fields
             target = cls(
                 endpoints=tuple(endpoints),
                 incarnation=incarnation,
@@ -66,6 +68,7 @@ class Target:
                 spans={
                     group: Span(first=first, size=size, tokens=tokens) for group, (first, size, tokens) in spans.items()
                 },
+                name=name,
             )
         except (ValueError, TypeError, AttributeError, RecursionError, msgpack.UnpackException) as exc:
             raise InvalidRequest("the transfer target cannot be read", field="transfer_target") from exc
@@ -82,6 +85,8 @@ class Target:
             and len(self.token) == wire.TOKEN_BYTES
             and type(self.request_id) is str
             and len(self.request_id) <= wire.MAX_REQUEST_ID_CHARS
+            and type(self.name) is str
+            and len(self.name) <= MAX_PEER_CHARS
             and type(self.attempt) is int
             and 0 <= self.attempt < 1 << 32
             and all(

@@ -20,9 +20,10 @@ import msgpack
 from kvtransfer.digest import DIGEST_BYTES
 from kvtransfer.layout import MAX_LAYOUTS, PackedLayout, is_packed_layout
 from kvtransfer.lease import MAX_LEASE_MS, MIN_LEASE_MS
+from kvtransfer.metrics import MAX_PEER_CHARS
 from kvtransfer.region import MAX_NAME_CHARS, MAX_REGIONS
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_HEADER_BYTES = 64 << 10
 MAX_NOTE_BYTES = 1 << 20
 MAX_PUT_BYTES = 1 << 30
@@ -125,6 +126,7 @@ class Identity:
     regions: tuple[tuple[str, str, int, int], ...] = _field(_is_region_list)
     layouts: tuple[PackedLayout, ...] = _field(_is_layout_list)
     incarnation: bytes = _exactly(INCARNATION_BYTES)  # of the receiver that made the target
+    name: str = _text(MAX_PEER_CHARS)  # of the sender, for people and metrics
     lease_ms: int = _lease()  # longest silence that I want either of us to be forgiven
     proof: bytes = _exactly(PROOF_BYTES)
 

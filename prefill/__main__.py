@@ -13,7 +13,7 @@ import twinpool
 from engine.engine import Engine
 from kvtransfer import KvSender, transports
 from prefill.config import PrefillConfig
-from prefill.metrics import PrefillMetrics, SenderMetrics
+from prefill.metrics import PrefillMetrics
 from prefill.server import PrefillServer, encode_note
 from prefill.worker import Worker, regions
 from service import cores, log, metrics
@@ -55,7 +55,7 @@ async def _serve(config: PrefillConfig, stop: asyncio.Event) -> None:
             transport=config.kv_transport,
             options=_transport_options(config, certificates),
             lease_s=config.kv_lease,
-            metrics=SenderMetrics(figures),
+            metrics=figures.transfers,
         )
         closing.callback(sender.close)
         worker = Worker(
@@ -82,6 +82,7 @@ async def _serve(config: PrefillConfig, stop: asyncio.Event) -> None:
         closing.push_async_callback(serving.stop, grace_s=1)
         address = advertised(config.advertise, config.host, serving.port, towards=next(iter(config.routers), ""))
         info = _info(config, engine, address, worker.max_context)
+        sender.introduce_as(info.worker_id)
         log.setup(config.log_level, "prefill", info.worker_id)  # by now it has one, and its lines say so
         registration = Registration(
             routers=config.routers,

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from kvtransfer import NoMetrics
-from service.metrics import BATCH_SEQUENCES, REQUEST_SECONDS, TOKEN_SECONDS, TOKENS, TRANSFER_SECONDS
+from service.metrics import (
+    BATCH_SEQUENCES,
+    GIGABYTES_PER_SECOND,
+    REQUEST_SECONDS,
+    TOKEN_SECONDS,
+    TOKENS,
+    TRANSFER_SECONDS,
+)
+from service.transfers import LinkFigures, TransferFigures
 
 
 class PrefillMetrics:
@@ -27,36 +32,56 @@ class PrefillMetrics:
         self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens of requests computed.", by_class)
         self.cached_tokens = counter("cached_tokens_total", "Prompt tokens taken from the prefix cache.", by_class)
         self.computed_tokens = counter("computed_tokens_total", "Tokens that went through the model.")
-        self.transfer_bytes = counter("transfer_bytes_total", "KV bytes acknowledged by decode workers.")
-        self.transfer_rows = counter("transfer_rows_total", "Rows acknowledged by decode workers.")
         self.queue_seconds = histogram("queue_seconds", "Received until admitted.", REQUEST_SECONDS, by_class)
         self.prefill_seconds = histogram("prefill_seconds", "Admitted until sampled.", REQUEST_SECONDS, by_class)
         self.step_seconds = histogram("step_seconds", "One forward step.", TOKEN_SECONDS)
         self.batch_prompts = histogram("batch_prompts", "Prompts in a step.", BATCH_SEQUENCES)
         self.batch_tokens = histogram("batch_tokens", "Tokens in a step.", TOKENS)
-        self.transfer_seconds = histogram("transfer_seconds", "First rows sent until acknowledged.", TRANSFER_SECONDS)
-        self.transfer_wait_seconds = histogram(
-            "transfer_wait_seconds", "Part of the transfer after the first token was sampled.", TRANSFER_SECONDS
-        )
-        self.transfer_queued_rows = gauge("transfer_queued_rows", "Rows computed and not yet on their way.")
         self.running = gauge("running", "Requests that hold rows: computed now, or being transferred.")
         self.waiting = gauge("waiting", "Requests accepted and not begun.")
         self.rows_total = gauge("rows_total", "Cache rows.")
         self.rows_used = gauge("rows_used", "Cache rows held by requests; the prefix cache alone does not count.")
+        self.transfers = SenderMetrics(registry)
 
 
-class SenderMetrics(NoMetrics):
-    """What the links report between a request's events. Called from transfer threads."""
+class SenderMetrics(TransferFigures):
+    """What the links report, by transport and decode worker. Called from transfer threads."""
 
-    def __init__(self, metrics: PrefillMetrics) -> None:
-        self._gauge = metrics.transfer_queued_rows
-        self._lock = threading.Lock()
-        self._rows: dict[str, int] = {}  # by peer, those with any
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__("prefill", registry, "First rows handed over until the decode worker acknowledged all.")
+        self.waits = self.histogram(
+            "transfer_wait_seconds", "Part of the transfer after the first token was sampled.", TRANSFER_SECONDS
+        )
+        self.pace = self.histogram(
+            "transfer_gigabytes_per_second", "Of a transfer, while its rows were leaving.", GIGABYTES_PER_SECOND
+        )
+        self.queued_rows = self.gauge("transfer_queued_rows", "Rows computed and not yet on their way.")
+        self.queued_bytes = self.gauge("transfer_queued_bytes", "Bytes of them.")
+        self.reconnects = self.counter("link_reconnects_total", "Links made after the one before had failed.")
 
-    def queued(self, peer: str, rows: int) -> None:
-        with self._lock:
-            if rows:
-                self._rows[peer] = rows
-            else:
-                self._rows.pop(peer, None)
-            self._gauge.set(sum(self._rows.values()))
+    def link(self, transport: str, peer: str, *, stranger: bool = False) -> SenderLink:
+        return SenderLink(self, transport, peer, stranger=stranger)
+
+    def waited(self, transport: str, peer: str, seconds: float) -> None:
+        """A request whose first token was sampled waited so long for its transfer."""
+        label = self.peers.enter(peer)
+        self.waits.labels(transport, label).observe(seconds)
+        self.peers.leave(label)
+
+
+class SenderLink(LinkFigures):
+    def __init__(self, figures: SenderMetrics, transport: str, peer: str, *, stranger: bool) -> None:
+        super().__init__(figures, transport, peer, stranger=stranger)
+        self._pace = figures.pace.labels(*self._at)
+        self._queued_rows = figures.queued_rows.labels(*self._at)
+        self._queued_bytes = figures.queued_bytes.labels(*self._at)
+        reconnects = figures.reconnects.labels(*self._at)
+        if figures.peers.failed_before(self._at[1]):
+            reconnects.inc()
+
+    def queued(self, rows: int, num_bytes: int) -> None:
+        self._queued_rows.inc(rows)
+        self._queued_bytes.inc(num_bytes)
+
+    def paced(self, bytes_per_s: float) -> None:
+        self._pace.observe(bytes_per_s / 1e9)

@@ -90,7 +90,6 @@ class Sequence:
     num_computed: int = 0  # tokens in the cache, cached ones included
     num_put: int = 0  # blocks handed to the push
     admitted_at: float = 0.0
-    first_put_at: float = 0.0
     sampled_at: float = 0.0
     compute_s: float = 0.0  # its share, by tokens, of the steps so far
     push: Push | None = None

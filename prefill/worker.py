@@ -82,7 +82,6 @@ class _Rows:
 
     def put(self, layer: int) -> None:
         if self.end > self.first:
-            self.sequence.first_put_at = self.sequence.first_put_at or time.monotonic()
             self.push.put(layer, range(self.first, self.end), self.sequence.block_ids[self.first : self.end])
 
 
@@ -319,15 +318,14 @@ class Worker:
         if result.error is not None:
             self._end(sequence, result.error)
             return
-        transfer_s = result.done_at - sequence.first_put_at  # with the making of the link, if there was none
         wait_s = result.done_at - sequence.sampled_at
-        self._metrics.transfer_bytes.inc(result.bytes)
-        self._metrics.transfer_rows.inc(result.rows)
-        self._metrics.transfer_seconds.observe(transfer_s)
-        self._metrics.transfer_wait_seconds.observe(wait_s)
+        self._metrics.transfers.waited(result.transport, result.peer, wait_s)
         sequence.emit(
             Transferred(
-                bytes=result.bytes, rows=result.rows, transfer_ms=transfer_s * 1000, transfer_wait_ms=wait_s * 1000
+                bytes=result.bytes,
+                rows=result.rows,
+                transfer_ms=result.seconds * 1000,
+                transfer_wait_ms=wait_s * 1000,
             )
         )
         self._end(sequence)

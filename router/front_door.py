@@ -228,6 +228,8 @@ class FrontDoor:
             metrics.duration.labels(sla, ask.input_class).observe((timeline.ended_at or 0.0) - timeline.arrived_at)
             if request.longest > 1:
                 metrics.tpot.labels(sla, ask.input_class).observe(timeline.tpot_s(request.longest))
+            if (share := timeline.transfer_wait_share()) is not None:
+                metrics.transfer_wait_share.labels(sla, ask.input_class).observe(share)
         fields = {
             key: round(value, 3) if isinstance(value, float) else value
             for key, value in timeline.fields(request.longest).items()

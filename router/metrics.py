@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from router.pools import Pool
 from router.sizing import PoolSize
-from service.metrics import REQUEST_SECONDS, TOKEN_SECONDS, TOKENS
+from service.metrics import REQUEST_SECONDS, SHARES, TOKEN_SECONDS, TOKENS
 
 
 class RouterMetrics:
@@ -22,6 +22,19 @@ class RouterMetrics:
         )
         self.retries = Counter(
             "twinpool_router_retries_total", "Attempts that failed and were repeated.", ["error"], registry=registry
+        )
+        self.transfer_retries = Counter(
+            "twinpool_router_transfer_retries_total",
+            "Those of them whose transfer had failed.",
+            ["error"],
+            registry=registry,
+        )
+        self.transfer_wait_share = Histogram(
+            "twinpool_router_transfer_wait_share",
+            "Wait for the transfer after the first token, of TTFT and that wait together; answers of one attempt.",
+            ["sla_class", "input_class"],
+            buckets=SHARES,
+            registry=registry,
         )
         self.queue = Histogram(
             "twinpool_router_queue_seconds",

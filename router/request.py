@@ -163,6 +163,8 @@ class Request:
                 if len(failures) >= self._max_attempts:
                     raise _exhausted(failures, "no more are allowed") from failure
                 self._metrics.retries.labels(type(failure.error).__name__).inc()
+                if isinstance(failure.error, TransferFailed):
+                    self._metrics.transfer_retries.labels(type(failure.error).__name__).inc()
             except PoolEmpty as empty:
                 if not failures:
                     raise

@@ -44,6 +44,13 @@ class Timeline:
     def ttft_s(self) -> float:
         return (self.first_token_at or self.arrived_at) - self.arrived_at
 
+    def transfer_wait_share(self) -> float | None:
+        """The wait for the transfer, of the time until decoding could go on; None where they belong to two attempts."""
+        if self.attempts != 1 or not self.transfer_ms or self.first_token_at is None:
+            return None
+        wait_s = self.transfer_wait_ms / 1000
+        return wait_s / (self.ttft_s() + wait_s)
+
     def tpot_s(self, num_tokens: int) -> float:
         """Mean time between the tokens of an answer of `num_tokens`; 0 with fewer than two."""
         if num_tokens < 2 or self.first_token_at is None or self.last_token_at is None:

@@ -29,6 +29,8 @@ from service.address import bind_error
 REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 30, 60, 120, 300)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
 TRANSFER_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+GIGABYTES_PER_SECOND = (0.01, 0.03, 0.06, 0.12, 0.25, 0.5, 1, 1.5, 2, 3, 5, 8, 12, 20, 40, 80)
+SHARES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 TRANSFER_BYTES = tuple(float(1 << shift) for shift in range(14, 35, 2))  # 16 KiB to 16 GiB
 BATCH_SEQUENCES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 TOKENS = tuple(float(1 << shift) for shift in range(18))  # 1 to 131072

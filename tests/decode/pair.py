@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 import decode.worker
 import prefill.worker
-from decode.metrics import DecodeMetrics, ReceiverMetrics
+from decode.metrics import DecodeMetrics
 from decode.request import Ended, Output, Reason, Reserved, Token
 from decode.request import Request as DecodeRequest
 from decode.server import decode_note
@@ -27,7 +27,7 @@ from engine.engine import Engine
 from engine.kv_cache import KvCache
 from engine.sampling import Sampled, SampleRow
 from kvtransfer import KvReceiver, KvSender, SharedMemory
-from prefill.metrics import PrefillMetrics, SenderMetrics
+from prefill.metrics import PrefillMetrics
 from prefill.request import Finished, FirstTokens, Transferred
 from prefill.request import Request as PrefillRequest
 from prefill.scheduler import BatchLimits
@@ -187,7 +187,7 @@ class Pair:
             fingerprint=decode_engine.fingerprint,
             transport=transport,
             memory=self.memory,
-            metrics=ReceiverMetrics(decode_metrics),
+            metrics=decode_metrics.transfers,
         )
         self.receiver.start()
         with injected(faults):
@@ -195,7 +195,7 @@ class Pair:
                 prefill.worker.regions(prefill_engine.cache),
                 fingerprint=prefill_engine.fingerprint,
                 transport=transport,
-                metrics=SenderMetrics(prefill_metrics),
+                metrics=prefill_metrics.transfers,
             )
         self.prefill = prefill.worker.Worker(
             prefill_engine,

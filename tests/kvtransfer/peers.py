@@ -27,6 +27,7 @@ from kvtransfer import (
     wire,
 )
 from kvtransfer.digest import Manifest, commit_context, row_checksum
+from kvtransfer.metrics import NoLinkMetrics
 from kvtransfer.target import Span, Target
 from kvtransfer.transports import Options
 from kvtransfer.transports.tcp import TcpLink, parse_endpoint
@@ -109,28 +110,40 @@ class Ends:
 
 
 class Counters:
-    """A TransferMetrics that remembers."""
+    """A TransferMetrics that remembers, over all links."""
 
     def __init__(self) -> None:
         self.rows = 0
         self.bytes = 0
-        self.ends: list[tuple[str, str | None]] = []
-        self.depths: list[int] = []
+        self.ends: list[tuple[str, str | None]] = []  # peer and error
+        self.depths: list[int] = []  # rows queued, after every change
         self.refusals: list[str] = []
 
-    def moved(self, peer: str, rows: int, num_bytes: int) -> None:
-        self.rows += rows
-        self.bytes += num_bytes
+    def link(self, transport: str, peer: str, *, stranger: bool = False) -> LinkCounters:
+        return LinkCounters(self, peer)
 
-    def finished(self, peer: str, seconds: float, error: str | None) -> None:
+    def expired(self, cause: str) -> None:
+        """Shows as an end of the reservation's."""
+
+
+class LinkCounters(NoLinkMetrics):
+    def __init__(self, counters: Counters, peer: str) -> None:
+        self._counters = counters
+        self._peer = peer
+
+    def moved(self, rows: int, num_bytes: int) -> None:
+        self._counters.rows += rows
+        self._counters.bytes += num_bytes
+
+    def finished(self, seconds: float, error: str | None) -> None:
         assert seconds >= 0
-        self.ends.append((peer, error))
+        self._counters.ends.append((self._peer, error))
 
-    def queued(self, peer: str, rows: int) -> None:
-        self.depths.append(rows)
+    def queued(self, rows: int, num_bytes: int) -> None:
+        self._counters.depths.append((self._counters.depths or [0])[-1] + rows)
 
-    def refused(self, peer: str, error: str) -> None:
-        self.refusals.append(error)
+    def refused(self, error: str) -> None:
+        self._counters.refusals.append(error)
 
 
 class Pair:

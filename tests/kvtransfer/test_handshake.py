@@ -115,6 +115,7 @@ def test_a_sender_that_cannot_prove_the_key_is_refused(pair: Pair, raw: RawSende
             regions=tuple((region.name, region.group, region.row_bytes, 0) for region in pair.source),
             layouts=(),
             incarnation=sender.target.incarnation,
+            name="",
             lease_ms=6000,
             proof=challenge.proof,  # the receiver's own, reflected
         ),

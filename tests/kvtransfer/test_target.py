@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvtransfer.target import MAX_POSITIONS, MAX_TOKENS, Span, Target
 from twinpool.errors import InvalidRequest
 
-GOOD: list[Any] = [2, ["tcp://h:1"], bytes(16), bytes(range(16)), "r1", 3, {"kv": [2, 7, 100]}]
+GOOD: list[Any] = [3, ["tcp://h:1"], bytes(16), bytes(range(16)), "r1", 3, {"kv": [2, 7, 100]}, "decode-1"]
 
 
 def test_a_target_survives_its_journey() -> None:
@@ -22,6 +22,7 @@ def test_a_target_survives_its_journey() -> None:
         request_id="r1",
         attempt=3,
         spans={"kv": Span(first=2, size=7, tokens=100)},
+        name="decode-1",
     )
     assert Target.decode(target.encode()) == target
     assert Target.decode(msgpack.packb(GOOD)) == target
@@ -31,7 +32,7 @@ def test_a_target_survives_its_journey() -> None:
     ("field", "value"),
     [
         (0, 1),
-        (0, 3),
+        (0, 4),
         (1, [1]),
         (1, 5),
         (2, bytes(15)),
@@ -54,6 +55,9 @@ def test_a_target_survives_its_journey() -> None:
         (6, {"kv": [0, 1, 2.0]}),
         (6, {"kv": [0, 1, MAX_TOKENS + 1]}),
         (6, {1: [0, 1, 0]}),
+        (7, 1),
+        (7, None),
+        (7, "d" * 129),
     ],
 )
 def test_damaged_targets_are_refused(field: int, value: object) -> None:

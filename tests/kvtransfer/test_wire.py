@@ -237,6 +237,7 @@ def test_the_largest_headers_fit_into_their_limit() -> None:
         regions=(("n" * 24, "g" * 24, 2**40, MAX_LAYOUTS),) * wire.MAX_REGIONS,
         layouts=((2**16, 2**12, 2**12, ((2**20, True),) * MAX_PLANES),) * MAX_LAYOUTS,
         incarnation=bytes(16),
+        name="\U0001f600" * 128,
         lease_ms=600_000,
         proof=bytes(32),
     )
