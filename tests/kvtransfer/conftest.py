@@ -34,6 +34,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         known: tuple[str, ...] = OWN if IN_BAND.isdisjoint(metafunc.fixturenames) else OWN[:1]
         if metafunc.module.__name__.endswith("test_mapping"):
             known = tuple(name for name in known if name != "collective")  # it refuses mapped rows
+        if metafunc.module.__name__.endswith("test_metrics"):
+            known = ("tcp", "shm")
         if known == OWN and metafunc.module.__name__.rpartition(".")[2] in ABOUT_LIBRARIES:
             known = TRANSPORTS
         metafunc.parametrize("transport", known)
