@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import json
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -71,11 +70,8 @@ async def _drive(client: AsyncClient, args: argparse.Namespace) -> dict[str, Any
     outcomes = [Outcome(shape=a.shape.name, sla_class=a.shape.sla_class, due_s=a.at_s) for a in planned]
     for i in range(_WARMUP):
         await client.generate([i + 1] * shapes[i % 2].prompt_tokens, max_tokens=12, ignore_eos=True)
-    start = time.perf_counter() + 0.1
-    async with asyncio.TaskGroup() as tasks:
-        for number, (arrival, outcome) in enumerate(zip(planned, outcomes, strict=True)):
-            prompt = _prompt(number, arrival.shape.prompt_tokens)
-            tasks.create_task(workload.send(client, prompt, outcome, args.max_tokens, start))
+    prompts = [_prompt(number, arrival.shape.prompt_tokens) for number, arrival in enumerate(planned)]
+    await workload.send_all(client, prompts, outcomes, args.max_tokens)
     return summarize(outcomes, TARGETS)
 
 

@@ -47,13 +47,9 @@ async def drive(args: argparse.Namespace, address: str) -> list[Outcome]:
         lengths = [a.shape.prompt_tokens for a in planned]
         tokenize = partial(client.tokenize, special_tokens=False)
         prompts = await workload.prompts(lengths, secrets.token_hex(4), tokenize, client.detokenize, args.seed)
-        jobs = list(zip(prompts, outcomes, strict=True))
-        for prompt, outcome in jobs[: len(warm)]:
+        for prompt, outcome in zip(prompts[: len(warm)], outcomes, strict=False):
             await workload.send(client, prompt, outcome, args.max_tokens, time.perf_counter())
-        start = time.perf_counter() + 0.1
-        async with asyncio.TaskGroup() as tasks:
-            for prompt, outcome in jobs[len(warm) :]:
-                tasks.create_task(workload.send(client, prompt, outcome, args.max_tokens, start))
+        await workload.send_all(client, prompts[len(warm) :], outcomes[len(warm) :], args.max_tokens)
     return outcomes[len(warm) :]
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from twinpool.errors import TwinpoolError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
@@ -35,6 +37,7 @@ class Outcome:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     error: str = ""  # class name; empty when it finished
+    failure: TwinpoolError | None = None  # what it stands for
 
     @property
     def ttft_ms(self) -> float:

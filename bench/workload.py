@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pydoc_data.topics import topics
 
+from bench.openai_client import OpenAIClient
 from bench.report import Outcome
 from twinpool import errors
 from twinpool.client import AsyncClient
@@ -80,7 +81,9 @@ async def prompts(lengths: Sequence[int], run: str, tokenize: Tokenize, detokeni
     return texts
 
 
-async def send(client: AsyncClient, prompt: str | list[int], outcome: Outcome, max_tokens: int, start: float) -> None:
+async def send(
+    client: AsyncClient | OpenAIClient, prompt: str | list[int], outcome: Outcome, max_tokens: int, start: float
+) -> None:
     """Sends one request when it is due and fills in its outcome. `start` is the run's, on time.perf_counter."""
     await asyncio.sleep(start + outcome.due_s - time.perf_counter())
     outcome.sent_s = time.perf_counter() - start
@@ -94,5 +97,18 @@ async def send(client: AsyncClient, prompt: str | list[int], outcome: Outcome, m
                 outcome.prompt_tokens = stream.usage.prompt_tokens
                 outcome.cached_tokens = stream.usage.cached_tokens
     except errors.TwinpoolError as error:
-        outcome.error = type(error).__name__
+        outcome.error, outcome.failure = type(error).__name__, error
     outcome.end_s = time.perf_counter() - start
+
+
+async def send_all(
+    client: AsyncClient | OpenAIClient,
+    prompts: Sequence[str | list[int]],
+    outcomes: Sequence[Outcome],
+    max_tokens: int,
+) -> None:
+    """Sends every prompt when its outcome is due, from 0.1 s after now on, and returns when all have ended."""
+    start = time.perf_counter() + 0.1
+    async with asyncio.TaskGroup() as tasks:
+        for prompt, outcome in zip(prompts, outcomes, strict=True):
+            tasks.create_task(send(client, prompt, outcome, max_tokens, start))
