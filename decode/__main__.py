@@ -75,6 +75,7 @@ async def _serve(config: DecodeConfig, stop: asyncio.Event) -> None:
             swap_bytes=config.swap,
             max_batch=config.max_batch,
             max_waiting=config.max_waiting,
+            prefill_chunk=config.prefill_chunk,
         )
         worker.start()
         closing.callback(worker.close)
@@ -146,6 +147,7 @@ def _info(config: DecodeConfig, engine: Engine, address: str, max_context: int) 
         block_size=engine.blocks.block_size,
         max_context=max_context,
         rows_total=engine.blocks.num_blocks,
+        serves_alone=True,
     )
 
 

@@ -23,6 +23,9 @@ class DecodeConfig(WorkerConfig):
     swap: Size = option(Size(256 << 20), help="host memory for preempted sequences; 0: none", unit="bytes")
     max_batch: int = option(64, help="sequences in one step; a TPOT target may ask for fewer", minimum=1)
     max_waiting: int = option(256, help="requests that may wait for rows", unit="requests", minimum=0)
+    prefill_chunk: int = option(
+        256, help="prompt tokens computed here between two steps, at most", unit="tokens", minimum=16
+    )
     reserve_timeout: float = option(
         60.0, help="of a submit that brings none: until rows have arrived", unit="s", minimum=0.001
     )

@@ -43,6 +43,11 @@ class DecodeMetrics:
         self.step_seconds = histogram("step_seconds", "One step, sampling included.", TOKEN_SECONDS)
         self.batch_sequences = histogram("batch_sequences", "Sequences in a step.", BATCH_SEQUENCES)
         self.itl_seconds = histogram("itl_seconds", "Between two tokens of a sequence.", TOKEN_SECONDS, by_class)
+        self.local_prefill_seconds = histogram(
+            "local_prefill_seconds", "Rows free until the first token of a prompt computed here.", REQUEST_SECONDS
+        )
+        self.local_prefill_tokens = counter("local_prefill_tokens_total", "Prompt tokens computed here.")
+        self.prefilling = gauge("prefilling", "Requests whose prompts are computed here.")
         self.running = gauge("running", "Requests whose tokens are computed, swapped out ones included.")
         self.waiting = gauge("waiting", "Requests that wait for rows.")
         self.reservations = gauge("reservations", "Requests whose rows are reserved and have not arrived.")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
 from typing import Protocol
 
+from engine.prompt import Prompt
 from engine.sampling import Sampled
 from kvtransfer import Reservation
 from twinpool.errors import InvalidRequest, TwinpoolError
@@ -27,10 +28,20 @@ class Request:
     tpot_target_s: float = 0.0  # 0: none
     sla_class: str = ""
     max_batch: int = 0  # most sequences in a step while this request runs; 0: the worker's own limit
+    local_prefill: bool = False  # this worker computes the prompt; no rows come from elsewhere
 
     @property
     def choices(self) -> range:
         return range(self.first_choice, self.first_choice + self.sampling.n)
+
+    @property
+    def prompt(self) -> Prompt:
+        return Prompt(
+            token_ids=self.token_ids,
+            num_prompt_tokens=self.num_prompt_tokens,
+            sampling=self.sampling,
+            choices=self.choices,
+        )
 
     def validate(self, vocab_size: int, max_context: int) -> None:
         """Raises InvalidRequest naming the field that is wrong."""
@@ -66,7 +77,18 @@ class Reason(IntEnum):
 class Reserved:
     """Rows are set aside for the prompt and its first growth."""
 
-    target: bytes
+    target: bytes  # empty: the prompt is computed here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstTokens:
+    """The prompt was computed here: the first token of every choice, in order."""
+
+    tokens: list[Sampled]
+    queue_ms: float  # received until rows were free
+    prefill_ms: float  # until sampled; steps of the running batch lie in between
+    compute_ms: float  # part of it that was spent on this prompt
+    prompt_logprobs: list[Sampled]  # one per prompt token when asked for, the first without a value
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +106,7 @@ class Ended:
     decode_ms: float = 0.0  # commit received to last token
 
 
-Event = Reserved | Token | Ended
+Event = Reserved | FirstTokens | Token | Ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +128,7 @@ class Session(Protocol):
 class Phase(Enum):
     WAITING = auto()  # for rows
     RESERVED = auto()  # rows are set aside; waits for the transfer
+    PREFILLING = auto()  # rows are set aside; the prompt is computed here
     RUNNING = auto()
     ENDED = auto()
 
@@ -121,6 +144,9 @@ class Generation:
     phase: Phase = Phase.WAITING
     block_ids: list[int] = field(default_factory=list)  # prompt, then first growth; dealt to sequences at the commit
     reservation: Reservation | None = None
+    num_computed: int = 0  # tokens of a prompt that is computed here
+    compute_s: float = 0.0  # its share, by tokens, of the steps that computed them
+    prompt_logprobs: list[Sampled] = field(default_factory=list)
     reserved_at: float = 0.0
     committed_at: float = 0.0
     last_token_at: float = 0.0  # of any of its choices

@@ -6,7 +6,9 @@ Life of a request here:
     older one of the same choices. The rest waits: higher priority first, then in order of arrival.
  2. `tick` admits from the head of that queue: rows for the whole prompt and the first growth of every choice are set
     aside and Reserved tells where to push. Nobody is admitted while a sequence is swapped out.
- 3. `commit`: the rows are here. Choices share the prompt's full blocks; each gets its own copy of the partial one.
+ 3. `commit`: the rows are here, and the first tokens. Choices share the prompt's full blocks; each gets its own copy of
+    the partial one. Where the router wants the prompt computed here, there is no target: `next_chunks` and `computed`
+    bring it to its end between the steps of those that run, and `first_tokens` goes on with `commit`.
  4. `next_batch` takes the sequences whose next token is due first, as many as the strictest TPOT target among all that
     run allows, and gives each the block it grows into. When rows run out, the least senior sequence (lowest priority,
     then latest) is swapped out; `tick` brings the most senior back first. When the swap area is full too, its request
@@ -27,9 +29,12 @@ from dataclasses import dataclass, replace
 
 from decode.metrics import DecodeMetrics
 from decode.pace import Pace
+from decode.prompts import Chunk, Prompts
 from decode.request import (
+    RELAXED_TPOT_S,
     Ended,
     Event,
+    FirstTokens,
     Generation,
     Phase,
     Reason,
@@ -56,6 +61,7 @@ class Limits:
     max_waiting: int  # requests that wait for rows
     vocab_size: int
     max_context: int  # tokens of prompt and answer that this worker's cache and model hold
+    prefill_chunk: int = 256  # prompt tokens computed between two steps
 
 
 class Scheduler:
@@ -78,6 +84,7 @@ class Scheduler:
         self._num_submitted = 0
         self._live: dict[str, list[Generation]] = {}  # by request id: waiting, reserved and running ones
         self._waiting: list[tuple[tuple[int, int], Generation]] = []  # ordered by (-priority, arrival)
+        self._prompts = Prompts()
         self.pace = Pace()
 
     # What happens to requests
@@ -102,14 +109,15 @@ class Scheduler:
 
     def commit(self, generation: Generation, first: Items[Sampled], now: float) -> None:
         """The prompt's rows have arrived whole, with the first token of every choice."""
-        if generation.phase is not Phase.RESERVED:
+        if generation.phase not in (Phase.RESERVED, Phase.PREFILLING):
             return
         wanted = generation.request.sampling.n
         if len(first) != wanted or any(token.token_id >= self._limits.vocab_size for token in first):
             message = f"{len(first)} first tokens came for {wanted} choices, or one is not in the vocabulary"
             self._end(generation, Reason.TRANSFER_FAILED, TransferFailed(message))
             return
-        self._metrics.reserved_seconds.observe(now - generation.reserved_at)
+        if generation.phase is Phase.RESERVED:
+            self._metrics.reserved_seconds.observe(now - generation.reserved_at)
         generation.phase, generation.committed_at = Phase.RUNNING, now
         generation.last_token_at = now
         request, num_prompt = generation.request, generation.request.num_prompt_tokens
@@ -130,6 +138,31 @@ class Scheduler:
         ]
         self._rows.deal(generation)
         self._end_if_finished(generation)
+
+    def computed(self, chunks: Items[Chunk], seconds: float) -> None:
+        """One step of `seconds` has filled these rows."""
+        num_tokens = sum(chunk.end - chunk.start for chunk in chunks)
+        self._prompts.pace.observe(num_tokens, seconds)
+        self._metrics.local_prefill_tokens.inc(num_tokens)
+        for chunk in chunks:
+            chunk.generation.compute_s += seconds * (chunk.end - chunk.start) / num_tokens
+            self._prompts.computed(chunk)
+
+    def first_tokens(self, generation: Generation, tokens: list[Sampled], now: float) -> None:
+        """Sampled from a prompt whose last chunk was computed here."""
+        queue_s, prefill_s = generation.reserved_at - generation.received_at, now - generation.reserved_at
+        self._metrics.local_prefill_seconds.observe(prefill_s)
+        self._emit(
+            generation,
+            FirstTokens(
+                tokens=tokens,
+                queue_ms=queue_s * 1000,
+                prefill_ms=prefill_s * 1000,
+                compute_ms=generation.compute_s * 1000,
+                prompt_logprobs=generation.prompt_logprobs,
+            ),
+        )
+        self.commit(generation, tokens, now)
 
     def transfer_failed(self, generation: Generation, error: TransferFailed) -> None:
         if generation.phase is Phase.RESERVED:
@@ -158,10 +191,10 @@ class Scheduler:
             if generation.session is session:
                 self._end(generation, Reason.CANCELLED)
 
-    def fail(self, sequences: Items[Sequence], error: TwinpoolError) -> None:
-        """The step that held these sequences went wrong."""
-        for sequence in sequences:
-            self._end(sequence.generation, Reason.FAILED, error)
+    def fail(self, generations: Items[Generation], error: TwinpoolError) -> None:
+        """The step that held something of these requests went wrong."""
+        for generation in generations:
+            self._end(generation, Reason.FAILED, error)
 
     def end_all(self, reason: Reason, error: TwinpoolError | None = None) -> None:
         for generation in self._all_live():
@@ -192,6 +225,15 @@ class Scheduler:
             sequence for sequence in batch if sequence.block_ids
         ]  # a later one may have taken an earlier one's rows
 
+    def next_chunks(self) -> list[Chunk]:
+        """Parts of the prompts that are computed here, as much as those that run can wait for."""
+        most = self._limits.prefill_chunk
+        if self._rows.running:
+            strictest_s = min(each.generation.request.tpot_target_s or RELAXED_TPOT_S for each in self._rows.running)
+            left_s = strictest_s - self.pace.predict(min(len(self._rows.running), self._batch_limit()))
+            most = self._prompts.pace.limit(left_s, most)
+        return self._prompts.next_chunks(most)
+
     def advance(self, sequences: Items[Sequence], sampled: Items[Sampled], now: float) -> None:
         """The step gave each of these sequences its next token."""
         for sequence, token in zip(sequences, sampled, strict=True):
@@ -215,6 +257,16 @@ class Scheduler:
     @property
     def num_reserved(self) -> int:
         return sum(generation.phase is Phase.RESERVED for generation in self._all_live())
+
+    @property
+    def num_prefilling(self) -> int:
+        """Requests whose prompts are computed here now."""
+        return sum(generation.phase is Phase.PREFILLING for generation in self._all_live())
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of those, tokens not computed yet."""
+        return self._prompts.num_tokens
 
     @property
     def num_running(self) -> int:
@@ -252,7 +304,7 @@ class Scheduler:
         """Sets rows aside for the head of the queue; False when it has to wait for them."""
         request = generation.request
         holders = len(self._rows.running) + sum(
-            other.request.sampling.n for other in self._all_live() if other.phase is Phase.RESERVED
+            other.request.sampling.n for other in self._all_live() if other.phase in (Phase.RESERVED, Phase.PREFILLING)
         )
         if holders and holders + request.sampling.n > self._limits.max_batch:
             return False
@@ -260,16 +312,22 @@ class Scheduler:
         if block_ids is None:
             return False
         generation.block_ids = block_ids
-        try:
-            prompt_block_ids = block_ids[: self._rows.num_prompt_blocks(request)]
-            generation.reservation = self._reserve(generation, prompt_block_ids, generation.deadline - now)
-        except TwinpoolError as error:
-            self._end(generation, Reason.FAILED, error)
-            return True
+        target = b""
+        if request.local_prefill:
+            generation.phase = Phase.PREFILLING
+            self._prompts.add(generation)
+        else:
+            try:
+                prompt_block_ids = block_ids[: self._rows.num_prompt_blocks(request)]
+                generation.reservation = self._reserve(generation, prompt_block_ids, generation.deadline - now)
+            except TwinpoolError as error:
+                self._end(generation, Reason.FAILED, error)
+                return True
+            generation.phase, target = Phase.RESERVED, generation.reservation.target
         self._waiting.pop(0)
-        generation.phase, generation.reserved_at = Phase.RESERVED, now
+        generation.reserved_at = now
         self._metrics.queue_seconds.labels(request.sla_class).observe(now - generation.received_at)
-        self._emit(generation, Reserved(generation.reservation.target))
+        self._emit(generation, Reserved(target))
         return True
 
     def _batch_limit(self) -> int:
@@ -296,6 +354,8 @@ class Scheduler:
         fenced = True
         if generation.phase is Phase.RESERVED and generation.reservation is not None:
             fenced = generation.reservation.release()
+        elif generation.phase is Phase.PREFILLING:
+            self._prompts.remove(generation)
         generation.phase = Phase.ENDED
         if fenced:  # no byte lands in its rows any more
             self._rows.free(generation)

@@ -9,7 +9,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from decode.request import Output, Request, Reserved, Token
+from decode.request import FirstTokens, Output, Request, Reserved, Token
 from decode.worker import Worker
 from engine.sampling import Sampled
 from service.rate import Rate
@@ -98,6 +98,7 @@ class DecodeServer(DecodeServicer):
             tpot_target_s=message.tpot_target_ms / 1000,
             sla_class=message.sla_class,
             max_batch=message.max_batch,
+            local_prefill=message.local_prefill,
         )
 
     def load(self) -> pb.WorkerLoad:
@@ -108,6 +109,7 @@ class DecodeServer(DecodeServicer):
             waiting=load.waiting,
             rows_free=load.rows_free,
             tokens_per_s=self._rate.update(load.tokens),
+            waiting_tokens=load.prompt_tokens,
             draining=self.draining,
         )
 
@@ -121,15 +123,27 @@ def decode_note(note: bytes) -> list[Sampled]:
         raise TransferFailed("the first tokens that came with the commit cannot be read") from error
 
 
+def _token(token: Sampled) -> pb.SampledToken:
+    return token_to_proto(token.token_id, token.logprob, token.top, token.finish_reason)
+
+
 def _message(output: Output) -> pb.DecodeEvent:
     message = pb.DecodeEvent(request_id=output.request_id, attempt=output.attempt)
     event = output.event
     if isinstance(event, Reserved):
         message.reserved.transfer_target = event.target
     elif isinstance(event, Token):
-        token = event.token
-        sampled = token_to_proto(token.token_id, token.logprob, token.top, token.finish_reason)
-        message.tokens.CopyFrom(pb.TokensOut(choice=event.choice, tokens=[sampled]))
+        message.tokens.CopyFrom(pb.TokensOut(choice=event.choice, tokens=[_token(event.token)]))
+    elif isinstance(event, FirstTokens):
+        message.first_tokens.CopyFrom(
+            pb.FirstTokens(
+                tokens=[_token(token) for token in event.tokens],
+                queue_ms=event.queue_ms,
+                prefill_ms=event.prefill_ms,
+                compute_ms=event.compute_ms,
+                prompt_logprobs=[_token(token) for token in event.prompt_logprobs],
+            )
+        )
     else:
         message.ended.reason = event.reason.value  # type: ignore[assignment]  # the enum's numbers are Reason's
         message.ended.decode_ms = event.decode_ms

@@ -1,4 +1,5 @@
-"""The device thread of a decode worker: one step after another, one token a sequence and step.
+"""The device thread of a decode worker: one step after another, one token a sequence and step, and between two steps
+a chunk of the prompts that it computes itself.
 
 Other threads only put commands into its inbox: gRPC sessions submit and cancel, transfer threads report commits and
 failures. decode/scheduler.py decides; here its batches meet the engine, and its events go to their sessions, all of a
@@ -17,12 +18,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from decode.metrics import DecodeMetrics
+from decode.prompts import Chunk
 from decode.request import Event, Generation, Output, Reason, Request, Sequence, Session
 from decode.scheduler import Limits, Scheduler
 from decode.swap import SwapArea
 from engine.batch import Batch, BatchItem
 from engine.engine import Engine
 from engine.kv_cache import KvCache
+from engine.prompt import first_tokens, own_logprobs
 from engine.sampling import Sampled, SampleRow
 from kvtransfer import Commit, KvReceiver, Plane, Region, Reservation, RowLayout
 from service.inbox import Inbox
@@ -53,6 +56,7 @@ class Load:
     waiting: int  # for rows, or for the transfer into them
     rows_free: int
     tokens: int
+    prompt_tokens: int = 0  # of prompts that are computed here, not computed yet
 
 
 class Worker:
@@ -68,6 +72,7 @@ class Worker:
         swap_bytes: int,
         max_batch: int,
         max_waiting: int,
+        prefill_chunk: int = 256,
     ) -> None:
         """decode_note: the first token of each choice, from what the prefill worker sent with its commit; it raises
         TransferFailed for what it cannot read."""
@@ -84,6 +89,7 @@ class Worker:
                 max_waiting=max_waiting,
                 vocab_size=engine.config.vocab_size,
                 max_context=self.max_context,
+                prefill_chunk=prefill_chunk,
             ),
             blocks,
             self._swap,
@@ -143,9 +149,14 @@ class Worker:
                 self._scheduler.tick(time.monotonic())
                 sequences = self._scheduler.next_batch()
                 self._flush()  # reservations need not wait for the step
-                busy = bool(sequences)
                 if sequences:
                     self._step(sequences)
+                    self._report()
+                    self._flush()
+                chunks = self._scheduler.next_chunks()
+                if chunks:
+                    self._prefill(chunks)
+                busy = bool(sequences or chunks)
                 self._report()
                 self._flush()
         except BaseException:
@@ -162,10 +173,7 @@ class Worker:
         try:
             sampled = self._compute(sequences)
         except Exception as error:
-            error_id = secrets.token_hex(4)
-            logger.exception("decode step failed", extra={"error_id": error_id, "sequences": len(sequences)})
-            message = f"decode step failed ({error}); the worker's log has the details under {error_id}"
-            self._scheduler.fail(sequences, Internal(message))
+            self._fail([each.generation for each in sequences], error)
             return
         now = time.monotonic()
         self._scheduler.pace.observe(len(sequences), now - begin)
@@ -181,6 +189,34 @@ class Worker:
             SampleRow(each.sampling, each.prompt_token_ids, each.output_token_ids, each.choice) for each in sequences
         ]
         return self._engine.sample(self._engine.logits(hidden), rows)
+
+    def _prefill(self, chunks: list[Chunk]) -> None:
+        begin = time.monotonic()
+        try:
+            items = [BatchItem(each.token_ids, each.start, each.generation.block_ids) for each in chunks]
+            batch = Batch.build(items, self._engine.blocks.block_size)
+            hidden = self._engine.forward(batch)
+            for i, chunk in enumerate(chunks):
+                if (prompt := chunk.generation.request.prompt).wants_logprobs:
+                    own = hidden[batch.query_start[i] : batch.query_start[i + 1]]
+                    chunk.generation.prompt_logprobs += own_logprobs(self._engine, prompt, chunk.start, chunk.end, own)
+            last = [i for i, chunk in enumerate(chunks) if chunk.is_last]
+            ready = [chunks[i].generation for i in last]
+            prompts = [each.request.prompt for each in ready]
+            sampled = first_tokens(self._engine, prompts, hidden[batch.last_token_rows[last]]) if last else []
+        except Exception as error:
+            self._fail([each.generation for each in chunks], error)
+            return
+        now = time.monotonic()
+        self._scheduler.computed(chunks, now - begin)
+        for generation, tokens in zip(ready, sampled, strict=True):
+            self._scheduler.first_tokens(generation, tokens, now)
+
+    def _fail(self, generations: list[Generation], error: Exception) -> None:
+        error_id = secrets.token_hex(4)
+        logger.exception("decode step failed", extra={"error_id": error_id, "sequences": len(generations)})
+        message = f"decode step failed ({error}); the worker's log has the details under {error_id}"
+        self._scheduler.fail(generations, Internal(message))
 
     def _reserve(self, generation: Generation, block_ids: list[int], timeout_s: float) -> Reservation:
         """Makes the blocks a transfer target; what becomes of it comes back through the inbox."""
@@ -218,9 +254,10 @@ class Worker:
         scheduler = self._scheduler
         return Load(
             running=scheduler.num_running,
-            waiting=scheduler.num_waiting + scheduler.num_reserved,
+            waiting=scheduler.num_waiting + scheduler.num_reserved + scheduler.num_prefilling,
             rows_free=self._engine.blocks.num_free,
             tokens=self._num_tokens,
+            prompt_tokens=scheduler.num_prompt_tokens,
         )
 
     def _report(self) -> None:
@@ -230,6 +267,7 @@ class Worker:
         metrics.running.set(load.running)
         metrics.waiting.set(scheduler.num_waiting)
         metrics.reservations.set(scheduler.num_reserved)
+        metrics.prefilling.set(scheduler.num_prefilling)
         metrics.swapped.set(scheduler.num_swapped)
         metrics.rows_used.set(self._engine.blocks.num_blocks - load.rows_free)
         metrics.swap_rows_used.set(self._swap.num_rows - self._swap.num_free)

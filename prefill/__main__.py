@@ -135,6 +135,7 @@ def _info(config: PrefillConfig, engine: Engine, address: str, max_context: int)
         block_size=engine.blocks.block_size,
         max_context=max_context,
         rows_total=engine.blocks.num_blocks,
+        serves_alone=True,
     )
 
 

@@ -32,6 +32,10 @@ class PrefillMetrics:
         self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens of requests computed.", by_class)
         self.cached_tokens = counter("cached_tokens_total", "Prompt tokens taken from the prefix cache.", by_class)
         self.computed_tokens = counter("computed_tokens_total", "Tokens that went through the model.")
+        self.generated_tokens = counter(
+            "generated_tokens_total", "Tokens of answers generated here, while the decode pool was empty."
+        )
+        self.generating = gauge("generating", "Answers generated here that hold rows.")
         self.queue_seconds = histogram("queue_seconds", "Received until admitted.", REQUEST_SECONDS, by_class)
         self.prefill_seconds = histogram("prefill_seconds", "Admitted until sampled.", REQUEST_SECONDS, by_class)
         self.step_seconds = histogram("step_seconds", "One forward step.", TOKEN_SECONDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from engine.prompt import Prompt
 from engine.sampling import Sampled
 from kvtransfer import Push
 from twinpool.errors import InvalidRequest, TwinpoolError
@@ -26,6 +27,7 @@ class Request:
     priority: int = 0  # higher goes first
     timeout_s: float = 60.0  # until the rows must have been acknowledged
     cache_salt: str = ""  # cached prefixes are shared only under the same one
+    generate: bool = False  # no target, one choice: this worker goes on until the answer ends
 
     def validate(self, vocab_size: int, max_context: int) -> None:
         """Raises InvalidRequest naming the field that is wrong."""
@@ -44,6 +46,8 @@ class Request:
                 field="prompt",
             )
         self.sampling.validate(vocab_size, max_context, self.num_prompt_tokens)
+        if self.generate and (self.target or self.sampling.n > 1):
+            raise InvalidRequest("generate is set: allowed are n = 1 and no transfer_target", field="generate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +73,21 @@ class Transferred:
 
 
 @dataclass(frozen=True, slots=True)
+class NextToken:
+    """One token more of an answer that this worker generates."""
+
+    choice: int
+    token: Sampled
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The last event of a request; `error` says why it failed, None when it did not."""
 
     error: TwinpoolError | None = None
 
 
-Event = FirstTokens | Transferred | Finished
+Event = FirstTokens | Transferred | NextToken | Finished
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +97,8 @@ class Sequence:
     request: Request
     emit: Callable[[Event], None]  # called by the device thread
     received_at: float
+    output: list[int] = field(default_factory=list)  # tokens generated here; the last is not in the cache yet
+    order: tuple[int, int] = (0, 0)  # (-priority, arrival), as the scheduler says
     block_ids: list[int] = field(default_factory=list)  # one reference each; the prompt's blocks once admitted
     num_cached: int = 0  # tokens taken from the prefix cache
     num_computed: int = 0  # tokens in the cache, cached ones included
@@ -98,20 +112,34 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.request.token_ids)
+        return len(self.request.token_ids) + len(self.output)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [*self.request.token_ids, *self.output] if self.output else self.request.token_ids
 
     @property
     def num_left(self) -> int:
         return self.num_tokens - self.num_computed
 
     @property
+    def prompt(self) -> Prompt:
+        request = self.request
+        return Prompt(
+            token_ids=self.token_ids,
+            num_prompt_tokens=request.num_prompt_tokens,
+            sampling=request.sampling,
+            choices=range(request.first_choice, request.first_choice + request.sampling.n),
+        )
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
-        return self.request.sampling.echo and self.request.sampling.logprobs is not None
+        return not self.output and self.request.sampling.echo and self.request.sampling.logprobs is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The tokens start .. end - 1 of a prompt, computed in one step."""
+    """The tokens start .. end - 1 of a prompt, or of the answer after it, computed in one step."""
 
     sequence: Sequence
     start: int
@@ -119,7 +147,7 @@ class Chunk:
 
     @property
     def token_ids(self) -> list[int]:
-        return self.sequence.request.token_ids[self.start : self.end]
+        return self.sequence.token_ids[self.start : self.end]
 
     @property
     def is_last(self) -> bool:

@@ -10,7 +10,11 @@ Life of a request here:
  4. `computed` publishes its full blocks to the prefix cache; after the last chunk it has left this scheduler, and its
     rows stay with it until the worker calls `free`: a transfer may still be reading them.
 
-`remove` takes it out at any point. A plain class without threads or clocks; the device thread owns it.
+Where this worker generates the whole answer (the decode pool is empty), `generate` takes a computed prompt back, once
+for each token: those that generate come first in a step, with a token each. When rows run out, the last in order loses
+its own and waits for others as a prompt does, its answer so far with it.
+
+`remove` takes a request out at any point. A plain class without threads or clocks; the device thread owns it.
 """
 
 from __future__ import annotations
@@ -56,6 +60,7 @@ class Scheduler:
         self._budget = limits.token_budget
         self._blocks = blocks
         self._classes = {name: _Class(limit) for name, limit in limits.prompts.items()}
+        self._generating: list[Sequence] = []  # whose turn it is first
         self._num_added = 0
         self._starved: tuple[tuple[int, int], Sequence] | None = (
             None  # the first in line for rows, while they are short
@@ -78,24 +83,31 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         self._num_added += 1
-        order = (-sequence.request.priority, self._num_added)
-        insort(self._classes[sequence.request.input_class].waiting, (order, sequence))  # orders differ: no tie
+        sequence.order = (-sequence.request.priority, self._num_added)
+        self._queue(sequence)
+
+    def generate(self, sequence: Sequence) -> None:
+        """Its last token was sampled and is to be computed in the next step."""
+        if sequence not in self._generating:
+            self._generating.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forgets a waiting or running request; a no-op for others. Its rows stay with it until `free`."""
         own = self._classes[sequence.request.input_class]
         own.waiting = [entry for entry in own.waiting if entry[1] is not sequence]
         own.running = [other for other in own.running if other is not sequence]
+        self._generating = [other for other in self._generating if other is not sequence]
         if self._starved is not None and self._starved[1] is sequence:
             self._starved = None
 
     def next_batch(self, now: float) -> list[Chunk]:
         """The chunks of the next step, at most the token budget together; empty when nothing can run."""
-        active = [each for each in self._classes.values() if each.is_active]
         tokens: dict[Sequence, int] = {}
-        left = self._budget
+        self._fill_generating(tokens)
+        active = [each for each in self._classes.values() if each.is_active]
+        left = budget = self._budget - len(tokens)
         for each in active:
-            left -= self._fill(each, self._budget // len(active), tokens, now)
+            left -= self._fill(each, budget // len(active), tokens, now)
         for each in active:
             left -= self._fill(each, left, tokens, now)
         return [Chunk(seq, seq.num_computed, seq.num_computed + count) for seq, count in tokens.items()]
@@ -105,9 +117,10 @@ class Scheduler:
         sequence = chunk.sequence
         sequence.num_computed = chunk.end
         request = sequence.request
-        self._blocks.publish(request.token_ids[: chunk.end], sequence.block_ids, request.cache_salt)
-        if chunk.is_last:
-            self._classes[sequence.request.input_class].running.remove(sequence)
+        if not sequence.output:
+            self._blocks.publish(request.token_ids[: chunk.end], sequence.block_ids, request.cache_salt)
+        if chunk.is_last and sequence not in self._generating:
+            self._classes[request.input_class].running.remove(sequence)
 
     def free(self, sequence: Sequence) -> None:
         """Gives its rows back. Nothing may read or write them any more. Idempotent."""
@@ -120,7 +133,11 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return sum(len(each.running) for each in self._classes.values())
+        return sum(len(each.running) for each in self._classes.values()) + len(self._generating)
+
+    @property
+    def num_generating(self) -> int:
+        return len(self._generating)
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -129,6 +146,32 @@ class Scheduler:
 
     def num_waiting_tokens_of(self, input_class: str) -> int:
         return self._classes[input_class].num_tokens if input_class in self._classes else 0
+
+    def _queue(self, sequence: Sequence) -> None:
+        insort(self._classes[sequence.request.input_class].waiting, (sequence.order, sequence))  # orders differ: no tie
+
+    def _fill_generating(self, tokens: dict[Sequence, int]) -> None:
+        """A token each, as many as the budget allows; who had a turn comes last in the next step."""
+        for sequence in self._generating[: self._budget]:
+            while sequence in self._generating and not self._grow(sequence):
+                victim = max(self._generating, key=lambda each: each.order)
+                tokens.pop(victim, None)
+                self._preempt(victim)
+            if sequence in self._generating:
+                tokens[sequence] = 1
+        self._generating.sort(key=tokens.__contains__)
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Sees to it that the last token has a block to go to."""
+        more = self._blocks.allocate(self._num_blocks(sequence.num_tokens) - len(sequence.block_ids))
+        sequence.block_ids += more or []
+        return more is not None
+
+    def _preempt(self, victim: Sequence) -> None:
+        self._generating.remove(victim)
+        self.free(victim)
+        victim.num_computed = 0
+        self._queue(victim)
 
     def _fill(self, own: _Class, budget: int, tokens: dict[Sequence, int], now: float) -> int:
         """Adds up to `budget` tokens of one class to the step; how many it added."""
@@ -146,9 +189,10 @@ class Scheduler:
         order, sequence = entry
         if self._starved is not None and order > self._starved[0]:
             return False
-        request = sequence.request
         cached = (
-            [] if sequence.wants_prompt_logprobs else self._blocks.match_prefix(request.token_ids, request.cache_salt)
+            []
+            if sequence.wants_prompt_logprobs
+            else self._blocks.match_prefix(sequence.token_ids, sequence.request.cache_salt)
         )
         fresh = self._blocks.allocate(self._num_blocks(sequence.num_tokens) - len(cached))
         if fresh is None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from engine.sampling import Sampled
-from prefill.request import Event, Finished, FirstTokens, Request, Transferred
+from prefill.request import Event, Finished, FirstTokens, NextToken, Request, Transferred
 from prefill.worker import Worker
 from service.rate import Rate
 from service.wire import sampling_from_proto, token_to_proto
@@ -93,6 +93,7 @@ def _request(message: pb.PrefillRequest, timeout_s: float) -> Request:
         priority=message.priority,
         timeout_s=timeout_s,
         cache_salt=message.cache_salt,
+        generate=message.generate,
     )
 
 
@@ -100,7 +101,9 @@ def _token(token: Sampled) -> pb.SampledToken:
     return token_to_proto(token.token_id, token.logprob, token.top, token.finish_reason)
 
 
-def _message(event: FirstTokens | Transferred) -> pb.PrefillEvent:
+def _message(event: FirstTokens | Transferred | NextToken) -> pb.PrefillEvent:
+    if isinstance(event, NextToken):
+        return pb.PrefillEvent(tokens=pb.TokensOut(choice=event.choice, tokens=[_token(event.token)]))
     if isinstance(event, Transferred):
         return pb.PrefillEvent(
             transferred=pb.Transferred(

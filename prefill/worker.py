@@ -8,7 +8,9 @@ chunk into a step (prefill/scheduler.py), a request goes on here:
     those that came from the prefix cache.
  2. After its last chunk the first token of every choice is sampled: FirstTokens, and commit of the push.
  3. The decode worker acknowledges: Transferred, Finished.
- 4. Rows are freed when the push has let go of them: after the acknowledgement, or some time after an abort.
+ 4. Where the worker is to generate the whole answer, the sequence goes back to the scheduler with each token until the
+    last.
+ 5. Rows are freed when the push has let go of them: after the acknowledgement, or some time after an abort.
 
 A cancelled request leaves before the next step begins. An exception in a step ends the requests of that step only.
 """
@@ -20,7 +22,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -28,20 +30,21 @@ import torch
 from engine.batch import Batch, BatchItem
 from engine.engine import Engine
 from engine.kv_cache import KvCache
-from engine.sampling import Sampled, SampleRow, prompt_logprobs
+from engine.prompt import first_tokens, own_logprobs
+from engine.sampling import Sampled
 from kvtransfer import KvSender, Plane, Push, PushResult, Region, RowLayout
 from prefill.metrics import PrefillMetrics
-from prefill.request import Chunk, Event, Finished, FirstTokens, Request, Sequence, Transferred
+from prefill.request import Chunk, Event, Finished, FirstTokens, NextToken, Request, Sequence, Transferred
 from prefill.scheduler import BatchLimits, Scheduler
 from service.inbox import Inbox
 from twinpool.errors import Cancelled, Internal, Overloaded, TwinpoolError, Unavailable
 from twinpool.prefix import short
+from twinpool.sampling import FinishReason
 
 logger = logging.getLogger(__name__)
 
 IDLE_S = 0.5  # longest sleep of the device thread without a command
 PINNED_POLL_S = 0.002  # the same while an aborted push still reads rows
-LOGPROB_ROWS = 128  # prompt positions whose logits are held at a time
 RETRY_AFTER_S = 1.0
 PREFIXES_S = 0.25
 MOST_PREFIXES = 4096  # blocks that routers are told of
@@ -147,6 +150,10 @@ class Worker:
         """
         request.validate(self._engine.config.vocab_size, self._engine.config.max_context)
         self._scheduler.check(request)
+        if request.generate:  # the answer ends where the cache does, if not before; its last token needs no room
+            room = self.max_context - request.num_prompt_tokens + 1
+            sampling = replace(request.sampling, max_tokens=min(request.sampling.max_tokens or room, room))
+            request = replace(request, sampling=sampling)
         if len(self._open) >= self._max_requests:
             raise Overloaded(
                 f"this prefill worker has {len(self._open)} requests and takes no more than {self._max_requests}",
@@ -244,7 +251,9 @@ class Worker:
             self._scheduler.computed(chunk)
             self._computed_tokens += chunk.end - chunk.start
             if chunk.sequence.wants_prompt_logprobs:
-                self._collect_prompt_logprobs(chunk, hidden[batch.query_start[i] : batch.query_start[i + 1]])
+                own = hidden[batch.query_start[i] : batch.query_start[i + 1]]
+                found = own_logprobs(self._engine, chunk.sequence.prompt, chunk.start, chunk.end, own)
+                chunk.sequence.prompt_logprobs += found
         self._metrics.computed_tokens.inc(batch.num_tokens)
         last = [i for i, chunk in enumerate(chunks) if chunk.is_last]
         if not last:
@@ -263,34 +272,20 @@ class Worker:
         end = num_blocks if chunk.is_last else chunk.end // self._engine.blocks.block_size
         return _Rows(chunk.sequence, push, chunk.sequence.num_put, end)
 
-    def _collect_prompt_logprobs(self, chunk: Chunk, hidden: torch.Tensor) -> None:
-        """hidden: [chunk's tokens, hidden]; position p predicts the token at p + 1."""
-        sequence, request = chunk.sequence, chunk.sequence.request
-        if chunk.start == 0:
-            sequence.prompt_logprobs.append(Sampled(request.token_ids[0]))
-        targets = request.token_ids[chunk.start + 1 : min(chunk.end + 1, request.num_prompt_tokens)]
-        for begin in range(0, len(targets), LOGPROB_ROWS):
-            piece = targets[begin : begin + LOGPROB_ROWS]
-            logits = self._engine.logits(hidden[begin : begin + len(piece)])
-            sequence.prompt_logprobs += prompt_logprobs(logits, piece, request.sampling.logprobs or 0)
-
     def _sample(self, sequences: list[Sequence], hidden: torch.Tensor) -> list[tuple[Sequence, list[Sampled]]]:
-        """hidden: [sequences, hidden], the last token of each prompt. Every choice draws from the prompt's one row."""
-        rows, source = [], []
-        for i, request in enumerate(sequence.request for sequence in sequences):
-            prompt = request.token_ids[: request.num_prompt_tokens]
-            output = request.token_ids[request.num_prompt_tokens :]
-            for choice in range(request.first_choice, request.first_choice + request.sampling.n):
-                rows.append(SampleRow(request.sampling, prompt, output, choice))
-                source.append(i)
-        sampled = iter(self._engine.sample(self._engine.logits(hidden)[source], rows))
+        """hidden: [sequences, hidden], the last token of each prompt."""
+        sampled = first_tokens(self._engine, [sequence.prompt for sequence in sequences], hidden)
         now = time.monotonic()
         for sequence in sequences:
             sequence.sampled_at = now
-        return [(sequence, [next(sampled) for _ in range(sequence.request.sampling.n)]) for sequence in sequences]
+        return list(zip(sequences, sampled, strict=True))
 
     def _deliver(self, sequence: Sequence, tokens: list[Sampled]) -> None:
         request, name = sequence.request, sequence.request.input_class
+        if sequence.output:
+            sequence.emit(NextToken(request.first_choice, tokens[0]))
+            self._generate(sequence, tokens[0])
+            return
         queue_s, prefill_s = sequence.admitted_at - sequence.received_at, sequence.sampled_at - sequence.admitted_at
         self._metrics.queue_seconds.labels(name).observe(queue_s)
         self._metrics.prefill_seconds.labels(name).observe(prefill_s)
@@ -305,12 +300,23 @@ class Worker:
             compute_ms=sequence.compute_s * 1000,
         )
         sequence.emit(first)
+        if request.generate:
+            self._generate(sequence, tokens[0])
+            return
         if sequence.push is None:
             self._end(sequence)
             return
         self._transferring.add(sequence)
         note = self._encode_note(first)
         sequence.push.commit(note, lambda result: self._inbox.put(partial(self._acknowledged, sequence, result)))
+
+    def _generate(self, sequence: Sequence, token: Sampled) -> None:
+        self._metrics.generated_tokens.inc()
+        if token.finish_reason is not FinishReason.NONE:
+            self._end(sequence)
+            return
+        sequence.output.append(token.token_id)
+        self._scheduler.generate(sequence)
 
     def _acknowledged(self, sequence: Sequence, result: PushResult) -> None:
         if sequence.ended:
@@ -384,4 +390,5 @@ class Worker:
         load = self._load = self._snapshot()
         self._metrics.running.set(load.running)
         self._metrics.waiting.set(load.waiting)
+        self._metrics.generating.set(self._scheduler.num_generating)
         self._metrics.rows_used.set(self._engine.blocks.num_blocks - load.rows_free)

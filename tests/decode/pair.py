@@ -20,6 +20,7 @@ import decode.worker
 import prefill.worker
 from decode.metrics import DecodeMetrics
 from decode.request import Ended, Output, Reason, Reserved, Token
+from decode.request import FirstTokens as LocalFirstTokens
 from decode.request import Request as DecodeRequest
 from decode.server import decode_note
 from engine.batch import Batch, BatchItem
@@ -81,7 +82,7 @@ class Call:
     attempt: int
     options: dict[str, Any]
     prefill: prefill.worker.Sequence | None = None
-    first: FirstTokens | None = None
+    first: FirstTokens | LocalFirstTokens | None = None
     transferred: Transferred | None = None
     prefill_end: Finished | None = None
     ended: Ended | None = None
@@ -98,8 +99,9 @@ class Call:
         """Takes in one event, and does what the router does next."""
         event = self.events.get(timeout=timeout_s)
         if isinstance(event, Reserved):
-            self._start_prefill(event.target)
-        elif isinstance(event, FirstTokens):
+            if event.target:
+                self._start_prefill(event.target)
+        elif isinstance(event, FirstTokens | LocalFirstTokens):
             self.first = event
             for i, token in enumerate(event.tokens):
                 self.outputs.setdefault(self.options.get("first_choice", 0) + i, []).append(token)
@@ -172,6 +174,7 @@ class Pair:
         max_batch: int = 64,
         swap_rows: int = 512,
         max_waiting: int = 256,
+        prefill_chunk: int = 256,
         faults: Faults | None = None,
         transport: str = "tcp",
     ) -> None:
@@ -212,6 +215,7 @@ class Pair:
             swap_bytes=swap_rows * decode_engine.cache.layout.block_bytes,
             max_batch=max_batch,
             max_waiting=max_waiting,
+            prefill_chunk=prefill_chunk,
         )
         self.prefill.start()
         self.decode.start()
