@@ -5,6 +5,9 @@
 3. decoding    first tokens came and are delivered at once; the rows follow to the decode worker, then its tokens
 4. ended       every choice has its finish reason, or a worker failed; both sides are told and the claims released
 
+Where one worker does all (policies.Mode), a decode worker answers the first tokens over its session too, and a prefill
+worker goes on in its call until the answer ends.
+
 Tokens may overtake the first token, as they come over another connection: they wait for it.
 """
 
@@ -22,7 +25,7 @@ from router.placement import Pair
 from router.pools import Registry, Worker
 from router.predictor import Predictor
 from router.timeline import Timeline
-from router.wire import DecodeEnd, FirstTokens, Job, Token
+from router.wire import DecodeEnd, FirstTokens, Job, NextTokens, Token
 from twinpool.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
@@ -101,7 +104,7 @@ class Attempt:
             if session is None:
                 self.reserved(b"")
             else:
-                session.submit(self._job, self._remaining_s(), self)
+                session.submit(self._job, self._remaining_s(), self, local_prefill=self._pair.is_local)
             await self._done
             await self._last_words()
         except WorkerLost as error:  # of submit
@@ -123,7 +126,7 @@ class Attempt:
             async with asyncio.timeout(_LAST_WORDS_S):
                 if self._ends_itself:
                     await self._ended.wait()
-                if self._decoded and self._prefill is not None:
+                if self._decoded and self._pair.decode is not None and self._prefill is not None:
                     await asyncio.wait([self._prefill])
         except TimeoutError:
             return  # the answer is whole; it is only the timeline that lacks a figure
@@ -138,7 +141,12 @@ class Attempt:
         self._lesson.reserved(time.monotonic() - self._started_at)
         if self._timeline.first_token_at is None:
             self._timeline.reserve_ms = 1000 * (time.monotonic() - self._started_at)
-        self._prefill = asyncio.ensure_future(self._run_prefill(target))
+        if not self._pair.is_local:
+            self._prefill = asyncio.ensure_future(self._run_prefill(target))
+
+    def first_tokens(self, event: FirstTokens) -> None:
+        if self.phase is Phase.PREFILLING and self._pair.is_local:
+            self._first_tokens(event)
 
     def tokens(self, choice: int, tokens: Sequence[Token]) -> None:
         if self.phase is Phase.PREFILLING:
@@ -174,19 +182,22 @@ class Attempt:
             self._fail(Internal(f"{where} ended the request early ({end.reason}): {end.message}"), decode)
 
     def decode_lost(self, error: TwinpoolError) -> None:
-        """The decode worker is gone, or nothing more that it says of this attempt can be trusted."""
+        """The worker that decodes is gone, or nothing more that it says of this attempt can be trusted."""
         self._ended.set()
-        self._fail(error, [self._pair.decode] if self._pair.decode is not None else [])
+        self._fail(error, [self._pair.decode or self._pair.prefill])
 
     # What the prefill worker says.
 
     async def _run_prefill(self, target: bytes) -> None:
-        worker = self._pair.prefill
+        pair, worker = self._pair, self._pair.prefill
+        call = pair.prefill_client.run(self._job, target, self._remaining_s() + 1, generate=pair.generates)
         try:
-            async with aclosing(self._pair.prefill_client.run(self._job, target, self._remaining_s() + 1)) as events:
+            async with aclosing(call) as events:
                 async for event in events:
                     if isinstance(event, FirstTokens):
                         self._first_tokens(event)
+                    elif isinstance(event, NextTokens):
+                        self.tokens(event.choice, event.tokens)
                     else:
                         self._timeline.transferred(event)
                         self._lesson.transferred(event)
@@ -194,10 +205,10 @@ class Attempt:
                 raise Internal(f"prefill worker {worker.info.worker_id} ended the call without an answer")
             worker.breaker.succeeded()
         except TwinpoolError as error:
-            if not self._decoded:  # else the rows had arrived before the call failed
+            if not self._decoded or pair.generates:  # else the rows had arrived before the call failed
                 involved = [worker]
-                if isinstance(error, TransferFailed) and self._pair.decode is not None:
-                    involved.append(self._pair.decode)
+                if isinstance(error, TransferFailed) and pair.decode is not None:
+                    involved.append(pair.decode)
                 self._fail(error, involved)
         except Exception as error:
             if not self._done.done():
@@ -238,7 +249,9 @@ class Attempt:
             return
         session = self._pair.decode_session
         if all(each.finished for each in self._choices.values()):
-            if self._decoded and self._pair.decode is not None:
+            if self._pair.decode is None:
+                self._pair.prefill.breaker.succeeded()
+            elif self._decoded or self._pair.is_local:
                 self._pair.decode.breaker.succeeded()
                 self._ends_itself = bool(tokens[taken - 1].finish_reason)
             if not self._done.done():

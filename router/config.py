@@ -44,6 +44,16 @@ class RouterConfig(ProcessConfig):
     prefill_lookahead: float = option(
         1.0, help="work of an input class that predict gives a prefill worker in advance", unit="s", minimum=0
     )
+    local_prefill_below: str = option(
+        "off",
+        help="prompts with fewer uncached tokens are computed by decode workers; auto: where predict says it is better",
+        unit="tokens|auto|off",
+    )
+    when_pool_empty: str = option(
+        "aggregate",
+        help="while a pool has no usable worker: let the other one serve whole answers, or fail requests",
+        choices=("aggregate", "fail"),
+    )
     max_queued: int = option(
         10000, help="most requests that wait in this router; beyond, the lowest class gives way", minimum=1
     )
@@ -86,6 +96,11 @@ class RouterConfig(ProcessConfig):
                 f"lease_ms is {self.lease_ms}: allowed is at least twice heartbeat_ms ({self.heartbeat_ms})",
                 field="lease_ms",
             )
+        if self.local_below is None and self.policy != "predict":
+            raise ConfigError(
+                f"local_prefill_below is auto and policy {self.policy!r}: auto needs --policy predict",
+                field="local_prefill_below",
+            )
         names = [sla.name for sla in self.parsed_classes()]
         if len(set(names)) != len(names):
             raise ConfigError(f"sla_classes: {', '.join(names)} has a name twice", field="sla_classes")
@@ -94,6 +109,21 @@ class RouterConfig(ProcessConfig):
                 f"default_sla_class is {self.default_sla_class!r}: allowed is one of {', '.join(names)}",
                 field="default_sla_class",
             )
+
+    @property
+    def local_below(self) -> int | None:
+        """In tokens; 0: off; None: auto. Raises ConfigError."""
+        text = self.local_prefill_below
+        if text == "auto":
+            return None
+        if text == "off":
+            return 0
+        if not text.isascii() or not text.isdigit():
+            raise ConfigError(
+                f"local_prefill_below is {text!r}: allowed is a number of tokens, auto or off",
+                field="local_prefill_below",
+            )
+        return int(text)
 
     def parsed_classes(self) -> tuple[SlaClass, ...]:
         return tuple(SlaClass.parse(text) for text in self.sla_classes)

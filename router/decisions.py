@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from router.placement import Choice
-from router.policies import Candidate
+from router.policies import Candidate, Mode
 from twinpool.errors import UnknownRequest
 
 MOST_REQUESTS = 1000
@@ -60,7 +60,7 @@ def figures(candidate: Candidate) -> dict[str, Any]:
     prefill, decode = candidate.prefill, candidate.decode
     return {
         "prefill_worker": prefill.worker.info.worker_id,
-        "decode_worker": decode.worker.info.worker_id if decode is not None else "",
+        "decode_worker": _decodes(candidate),
         "cached_tokens": prefill.cached_tokens,
         "known": candidate.known,
         "queue_ms": 1000 * prefill.queue_s,
@@ -83,3 +83,9 @@ def log_fields(decision: Decision | None) -> dict[str, Any]:
         for each in choice.candidates[:_LOGGED]
     ]
     return {"policy": choice.policy, "reason": choice.reason, "candidates": candidates}
+
+
+def _decodes(candidate: Candidate) -> str:
+    if candidate.decode is not None:
+        return candidate.decode.worker.info.worker_id
+    return candidate.prefill.worker.info.worker_id if candidate.mode is Mode.AGGREGATED else ""

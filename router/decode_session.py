@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import grpc
 
 from router import wire
-from router.wire import DecodeEnd, Job, Token
+from router.wire import DecodeEnd, FirstTokens, Job, Token
 from twinpool.errors import Internal, TwinpoolError, WorkerLost
 from twinpool.v1 import worker_pb2, worker_pb2_grpc
 
@@ -27,6 +27,7 @@ class Listener(Protocol):
     """What a request does with the events of its attempt. Called on the event loop; must not block."""
 
     def reserved(self, target: bytes) -> None: ...
+    def first_tokens(self, event: FirstTokens) -> None: ...
     def tokens(self, choice: int, tokens: Sequence[Token]) -> None: ...
     def ended(self, end: DecodeEnd) -> None: ...
     def decode_lost(self, error: TwinpoolError) -> None: ...
@@ -42,15 +43,18 @@ class DecodeSession:
         self._stream: asyncio.Task[None] | None = None
         self._closed = False
 
-    def submit(self, job: Job, timeout_s: float, listener: Listener) -> None:
-        """Asks for rows for `job`; `listener` hears of it until the end or until `forget`. Raises WorkerLost."""
+    def submit(self, job: Job, timeout_s: float, listener: Listener, *, local_prefill: bool = False) -> None:
+        """Asks for rows for `job`; `listener` hears of it until the end or until `cancel`. Raises WorkerLost.
+
+        local_prefill: the worker is to compute the prompt, and nobody to send it.
+        """
         if self._closed:
             raise WorkerLost(f"decode worker {self._worker_id} has left")
         if self._stream is None:
             self._commands = asyncio.Queue()  # what an ended stream left unsent died with it
             self._stream = asyncio.ensure_future(self._run(self._commands))
         self._listeners[job.request_id, job.attempt] = listener
-        self._commands.put_nowait(wire.decode_submit(job, timeout_s))
+        self._commands.put_nowait(wire.decode_submit(job, timeout_s, local_prefill=local_prefill))
 
     def cancel(self, request_id: str, attempt: int, choice: int | None = None) -> None:
         """Ends an attempt, or one choice of it. Idempotent; the listener of a cancelled attempt hears no more."""
@@ -100,6 +104,8 @@ class DecodeSession:
             listener.tokens(event.tokens.choice, [wire.token(each) for each in event.tokens.tokens])
         elif kind == "reserved":
             listener.reserved(event.reserved.transfer_target)
+        elif kind == "first_tokens":
+            listener.first_tokens(wire.first_tokens(event.first_tokens))
         elif kind == "ended":
             del self._listeners[key]
             listener.ended(wire.decode_end(event.ended))

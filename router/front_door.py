@@ -18,6 +18,7 @@ from router.classifier import Classifier, check_priority, check_salt
 from router.decisions import Decisions, log_fields
 from router.metrics import RouterMetrics
 from router.placement import Placement
+from router.policies import Mode
 from router.pools import Registry
 from router.request import Ask, Request
 from router.sizing import Sizing
@@ -99,6 +100,10 @@ class FrontDoor:
     @property
     def can_serve(self) -> bool:
         return not self._closing and self._placement.missing() is None
+
+    @property
+    def mode(self) -> Mode:
+        return self._placement.mode
 
     @property
     def max_context(self) -> int:

@@ -26,6 +26,11 @@ class Lesson:
             self._predictor.reserved(self._pair.decode.info.worker_id, seconds)
 
     def prefilled(self, event: FirstTokens) -> None:
+        if self._pair.is_local:
+            worker = self._pair.prefill
+            others = max(0, worker.requests - 1)
+            self._predictor.prefilled_locally(worker.info.worker_id, self._num_tokens, others, event.prefill_ms / 1000)
+            return
         took_ms = event.compute_ms or event.prefill_ms
         self._predictor.prefilled(
             self._pair.prefill.info.worker_id, self._num_tokens, event.cached_tokens, took_ms / 1000

@@ -36,6 +36,13 @@ class RouterMetrics:
             buckets=SHARES,
             registry=registry,
         )
+        self.attempts = Counter(
+            "twinpool_router_attempts_total",
+            "Attempts begun: split over the pools, local (prompt and answer on a decode worker) or aggregated (on one "
+            "worker, the other pool being empty).",
+            ["mode"],
+            registry=registry,
+        )
         self.queue = Histogram(
             "twinpool_router_queue_seconds",
             "From arrival to the placement on a pair of workers.",
@@ -106,6 +113,11 @@ class RouterMetrics:
             "twinpool_pool_load",
             "Workers that what arrives here would keep busy, without anything to spare.",
             ["pool"],
+            registry=registry,
+        )
+        self.aggregating = Gauge(
+            "twinpool_router_aggregating",
+            "1 while a pool is empty and the other one serves whole answers, else 0.",
             registry=registry,
         )
         self._itl_of_class: dict[str, Histogram] = {}

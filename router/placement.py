@@ -6,6 +6,9 @@
    to whichever worker is free first, and in the order of its queue.
 4. The best few of each pool are combined; the pair with the least cost by the policy wins, the longest unused among
    equals.
+5. Short prompts may do without the prefill pool: a decode worker computes them, where that is configured or predicted
+   to be better, the delay of its running requests included.
+6. While a pool has nobody, workers of the other one serve whole answers, if they can and may.
 """
 
 from __future__ import annotations
@@ -17,7 +20,19 @@ from typing import cast
 
 from router.classifier import LONG, SHORT, Classifier
 from router.decode_session import DecodeSession
-from router.policies import Candidate, DecodeOption, PrefillOption, Work, best, decode_rank, pair, prefill_rank, why
+from router.policies import (
+    DIFFERENCE,
+    Candidate,
+    DecodeOption,
+    Mode,
+    PrefillOption,
+    Work,
+    best,
+    decode_rank,
+    pair,
+    prefill_rank,
+    why,
+)
 from router.pools import Claim, Pool, Registry, Worker, WorkerState
 from router.predictor import Predictor
 from router.prefill_call import PrefillClient
@@ -75,7 +90,10 @@ class Wait(Enum):
 
 
 class Pair:
-    """A prefill and a decode worker, claimed for one attempt. The owner releases both, in any order, once or more."""
+    """A prefill and a decode worker, claimed for one attempt. The owner releases both, in any order, once or more.
+
+    Where a decode worker does all it is both; where a prefill worker does, there is no decode worker.
+    """
 
     def __init__(self, choice: Choice, demand: Demand) -> None:
         chosen = choice.chosen
@@ -83,16 +101,29 @@ class Pair:
         self.prefill = chosen.prefill.worker
         self.decode = chosen.decode.worker if chosen.decode is not None else None
         self.input_class = chosen.prefill.input_class
+        self.mode = chosen.mode
         self._prefill_claim = self.prefill.claim(
             tokens=demand.num_tokens - chosen.prefill.cached_tokens,
-            rows=0,
+            rows=demand.rows(self.prefill.info.block_size) if self.is_local else 0,
             compute_s=chosen.prefill.compute_s,
             input_class=self.input_class,
-            digests=demand.digests.of(self.prefill.info.block_size),
+            digests=() if self.is_local else demand.digests.of(self.prefill.info.block_size),
         )
         self._decode_claim: Claim | None = None
-        if self.decode is not None:
+        if self.is_local:
+            self._decode_claim = self._prefill_claim
+        elif self.decode is not None:
             self._decode_claim = self.decode.claim(tokens=0, rows=demand.rows(self.decode.info.block_size))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the decode worker computes the prompt."""
+        return self.prefill is self.decode
+
+    @property
+    def generates(self) -> bool:
+        """Whether the prefill worker generates the whole answer; one choice only."""
+        return self.mode is Mode.AGGREGATED and self.decode is None
 
     @property
     def prefill_client(self) -> PrefillClient:
@@ -128,13 +159,21 @@ class Placement:
         decode_slots: int,
         policy: str = "predict",
         lookahead_s: float = 1.0,
+        local_below: int | None = 0,
+        aggregate: bool = False,
     ) -> None:
-        """lookahead_s: under `predict`, how much work of an input class a prefill worker is given in advance."""
+        """lookahead_s: under `predict`, how much work of an input class a prefill worker is given in advance.
+
+        local_below: prompts with fewer tokens that no cache holds are computed by decode workers; None: where that is
+        predicted to be better. aggregate: while a pool is empty, the other one serves whole answers.
+        """
         self._registry = registry
         self._classifier = classifier
         self._prefill_slots = prefill_slots
         self._decode_slots = decode_slots
         self._lookahead_s = lookahead_s
+        self._local_below = local_below
+        self._aggregate = aggregate
         self.policy = policy
         self.predictor = Predictor(registry.clock)
         self._slow_start = SlowStart(registry.clock)
@@ -142,6 +181,8 @@ class Placement:
     def missing(self) -> str | None:
         """Why no request at all can be placed, whatever room there is; None when one could."""
         prefill, decode = self._usable(Pool.PREFILL), self._usable(Pool.DECODE)
+        if self._alone(prefill, decode):
+            return None
         for pool, usable in ((Pool.PREFILL, prefill), (Pool.DECODE, decode)):
             if not usable:
                 name = pool.name.lower()
@@ -159,28 +200,30 @@ class Placement:
         """Most tokens of a prompt that any ready prefill worker has in its cache."""
         return max((worker.cached_tokens(digests) for worker in self._usable(Pool.PREFILL)), default=0)
 
+    @property
+    def mode(self) -> Mode:
+        """AGGREGATED while one pool is empty and the other serves whole answers."""
+        alone = self._alone(self._usable(Pool.PREFILL), self._usable(Pool.DECODE))
+        return Mode.AGGREGATED if alone else Mode.SPLIT
+
     def choose(self, demand: Demand) -> Pair | Wait:
         """Claims the best pair for `demand`, or says what it has to wait for."""
-        prefill = [w for w in self._usable(Pool.PREFILL) if len(w.claims) < self._prefill_slots]
-        decode = self._usable(Pool.DECODE)
-        if demand.needs_decode:
-            decode = [w for w in decode if len(w.claims) < self._decode_slots and self._fits(w, demand)]
-        common = _fingerprints(prefill) & _fingerprints(decode)
-        prefill = [w for w in prefill if w.info.fingerprint in common]
-        decode = [w for w in decode if w.info.fingerprint in common]
-        if not prefill or not decode:
-            return Wait.FOR_ROOM
-        candidates = list(self._candidates(prefill, decode, demand))
-        if not candidates:
-            return Wait.FOR_TIME
-        least = min(_num_avoided(each, demand) for each in candidates)
-        chosen = best(self.policy, [each for each in candidates if _num_avoided(each, demand) == least])
-        others = sorted((each for each in candidates if each is not chosen), key=lambda each: each.cost)
+        prefill, decode = self._usable(Pool.PREFILL), self._usable(Pool.DECODE)
+        if alone := self._alone(prefill, decode):
+            found = self._alone_candidates(alone, demand)
+        else:
+            found = self._split_candidates(prefill, decode, demand)
+            found = self._local_candidates(prefill, decode, demand, found) or found
+        if isinstance(found, Wait):
+            return found
+        least = min(_num_avoided(each, demand) for each in found)
+        chosen = best(self.policy, [each for each in found if _num_avoided(each, demand) == least])
+        others = sorted((each for each in found if each is not chosen), key=lambda each: each.cost)
         choice = Choice(policy=self.policy, candidates=(chosen, *others), reason=why(self.policy, chosen, len(others)))
-        self._slow_start.placed(choice.chosen.prefill.worker)
-        if choice.chosen.decode is not None:
-            self._slow_start.placed(choice.chosen.decode.worker)
-        return Pair(choice, demand)
+        taken = Pair(choice, demand)
+        for worker in {taken.prefill, taken.decode or taken.prefill}:
+            self._slow_start.placed(worker)
+        return taken
 
     def earliest_s(self, demand: Demand) -> tuple[float, float] | None:
         """Seconds until the first token and between later ones, were `demand` placed now, all rooms free.
@@ -206,21 +249,103 @@ class Placement:
     def num_prefill(self) -> int:
         return len(self._usable(Pool.PREFILL))
 
-    def _candidates(self, prefill: list[Worker], decode: list[Worker], demand: Demand) -> Iterator[Candidate]:
-        prefill = self._slow_start.allowed(prefill, self._registry.pool(Pool.PREFILL)) or prefill
+    def _alone(self, prefill: list[Worker], decode: list[Worker]) -> list[Worker]:
+        """Workers that serve whole answers, because the other pool has nobody."""
+        if not self._aggregate or bool(prefill) == bool(decode):
+            return []
+        return [worker for worker in prefill or decode if worker.info.serves_alone]
+
+    def _alone_candidates(self, workers: list[Worker], demand: Demand) -> list[Candidate] | Wait:
+        if workers[0].info.pool is Pool.DECODE:
+            return list(self._on_decode(workers, demand, Mode.AGGREGATED)) or Wait.FOR_ROOM
+        workers = [worker for worker in workers if len(worker.claims) < self._prefill_slots]
+        if not workers:
+            return Wait.FOR_ROOM
+        options = self._prefills(workers, demand)
+        work = self._work(demand)
+        found = [pair(self.policy, each, None, work, self.predictor, Mode.AGGREGATED) for each in options]
+        return found or Wait.FOR_TIME
+
+    def _split_candidates(
+        self, prefill: list[Worker], decode: list[Worker], demand: Demand, *, in_advance: bool = False
+    ) -> list[Candidate] | Wait:
+        """in_advance: also those that have enough to do for now."""
+        prefill = [w for w in prefill if len(w.claims) < self._prefill_slots]
+        if demand.needs_decode:
+            decode = [w for w in decode if self._has_room(w, demand)]
+        common = _fingerprints(prefill) & _fingerprints(decode)
+        prefill = [w for w in prefill if w.info.fingerprint in common]
+        decode = [w for w in decode if w.info.fingerprint in common]
+        if not prefill or not decode:
+            return Wait.FOR_ROOM
         decode = self._slow_start.allowed(decode, self._registry.pool(Pool.DECODE)) or decode
-        prefills = self._best(list(self._prefill_options(prefill, demand)), demand)
-        if self.policy == "predict":
-            prefills = [option for option in prefills if self._has_time(option)]
+        prefills = self._prefills(prefill, demand, in_advance=in_advance)
         decodes: list[DecodeOption | None] = [None]
         if demand.needs_decode:
             decodes = list(self._best(list(self._decode_options(decode)), demand))
+        work = self._work(demand)
+        found = [
+            pair(self.policy, first, second, work, self.predictor)
+            for first in prefills
+            for second in decodes
+            if second is None or second.worker.info.fingerprint == first.worker.info.fingerprint
+        ]
+        return found or Wait.FOR_TIME
+
+    def _local_candidates(
+        self, prefill: list[Worker], decode: list[Worker], demand: Demand, split: list[Candidate] | Wait
+    ) -> list[Candidate]:
+        """Decode workers that should compute the prompt of `demand` themselves, rather than one of `split`."""
+        if self._local_below == 0 or not demand.needs_decode or not prefill:
+            return []
+        decode = [worker for worker in decode if worker.info.serves_alone]
+        if self._local_below is not None:
+            cached = max(worker.cached_tokens(demand.digests) for worker in prefill)
+            if demand.num_tokens - cached >= self._local_below:
+                return []
+            local = list(self._on_decode(decode, demand, Mode.LOCAL))
+        else:
+            rivals = self._split_candidates(prefill, decode, demand, in_advance=True)
+            least = min((each.cost[0] for each in rivals), default=None) if isinstance(rivals, list) else None
+            local = [
+                each
+                for each in self._on_decode(decode, demand, Mode.LOCAL)
+                if least is None or each.cost[0] + DIFFERENCE < least
+            ]
+        most = min((_num_avoided(each, demand) for each in split), default=0) if isinstance(split, list) else 2
+        return [each for each in local if _num_avoided(each, demand) <= most]
+
+    def _on_decode(self, workers: list[Worker], demand: Demand, mode: Mode) -> Iterator[Candidate]:
+        """Decode workers with room that compute the prompt themselves."""
+        workers = [worker for worker in workers if self._has_room(worker, demand)]
+        workers = self._slow_start.allowed(workers, self._registry.pool(Pool.DECODE)) or workers
+        work = self._work(demand)
+        for option in self._best(list(self._decode_options(workers)), demand):
+            worker, tokens = option.worker, demand.num_tokens
+            self._take_report(worker)
+            alone_s = self.predictor.local_prefill_s(worker.info.worker_id, tokens, 0)
+            shared_s = self.predictor.local_prefill_s(worker.info.worker_id, tokens, worker.requests)
+            first = PrefillOption(
+                worker=worker,
+                cached_tokens=0,
+                input_class=self._classifier.input_class(tokens),
+                known=option.known,
+                compute_s=alone_s,
+                done_s=worker.backlog.total + shared_s,
+                delays_s=alone_s * worker.requests,  # each of its requests waits for all chunks
+            )
+            yield pair(self.policy, first, option, work, self.predictor, mode)
+
+    def _prefills(self, workers: list[Worker], demand: Demand, *, in_advance: bool = False) -> list[PrefillOption]:
+        workers = self._slow_start.allowed(workers, self._registry.pool(Pool.PREFILL)) or workers
+        options: list[PrefillOption] = self._best(list(self._prefill_options(workers, demand)), demand)
+        if self.policy == "predict" and not in_advance:
+            options = [option for option in options if self._has_time(option)]
+        return options
+
+    def _work(self, demand: Demand) -> Work:
         waited_s = 0.0 if demand.arrived_at is None else self._registry.clock() - demand.arrived_at
-        work = Work(num_tokens=demand.num_tokens, waited_s=waited_s, ttft_s=demand.ttft_s, tpot_s=demand.tpot_s)
-        for first in prefills:
-            for second in decodes:
-                if second is None or second.worker.info.fingerprint == first.worker.info.fingerprint:
-                    yield pair(self.policy, first, second, work, self.predictor)
+        return Work(num_tokens=demand.num_tokens, waited_s=waited_s, ttft_s=demand.ttft_s, tpot_s=demand.tpot_s)
 
     def _best(self, options: list, demand: Demand) -> list:  # type: ignore[type-arg]  # of either kind of option
         """The few of each fingerprint that can come first in a pair."""
@@ -296,10 +421,11 @@ class Placement:
                     doubtful[fingerprint] = suspicion, worker
         return usable + [worker for _, worker in doubtful.values()]
 
-    @staticmethod
-    def _fits(worker: Worker, demand: Demand) -> bool:
-        # An idle worker is asked in any case: whether a request can ever fit is for it to say.
-        return not worker.claims or demand.rows(worker.info.block_size) <= worker.rows_free
+    def _has_room(self, worker: Worker, demand: Demand) -> bool:
+        """Of a decode worker."""
+        if not worker.claims:  # it is asked in any case: whether a request can ever fit is for it to say
+            return True
+        return len(worker.claims) < self._decode_slots and demand.rows(worker.info.block_size) <= worker.rows_free
 
 
 def _fingerprints(workers: Iterable[Worker]) -> set[str]:

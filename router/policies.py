@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from router.pools import Worker
 from router.predictor import Predictor
@@ -21,6 +22,14 @@ _TPOT_WITHOUT_TARGET_S = 1.0
 DIFFERENCE = 0.05  # of a target; costs closer than that are equal, and the longest unused pair wins
 _CROWD = 0.01  # each request on a decode worker counts as this much more TPOT: they grow, and fits of TPOT err
 _MISSED = 4.0  # how much more each part over a target counts than one under it
+
+
+class Mode(Enum):
+    """Which workers a placement takes."""
+
+    SPLIT = "split"  # one of each pool
+    LOCAL = "local"  # a decode worker that computes the prompt too, as predicted or configured
+    AGGREGATED = "aggregated"  # one worker that does all, since the other pool is empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +69,17 @@ class DecodeOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A pair that could serve the request; `decode` is None when the first token is the whole answer."""
+    """A pair that could serve the request; where one worker does all it is both.
+
+    `decode` is None when the first token is the whole answer, and when a prefill worker generates all of it.
+    """
 
     prefill: PrefillOption
     decode: DecodeOption | None
     transfer_s: float
     ttft_s: float  # from arrival
     cost: tuple[float, ...]
+    mode: Mode = Mode.SPLIT
 
     @property
     def known(self) -> bool:
@@ -94,14 +107,19 @@ def decode_rank(policy: str, option: DecodeOption) -> tuple[float, ...]:
 
 
 def pair(
-    policy: str, prefill: PrefillOption, decode: DecodeOption | None, work: Work, predictor: Predictor
+    policy: str,
+    prefill: PrefillOption,
+    decode: DecodeOption | None,
+    work: Work,
+    predictor: Predictor,
+    mode: Mode = Mode.SPLIT,
 ) -> Candidate:
     """The two together, with what they cost under the policy."""
     transfer_s, reserve_s, tpot_s = 0.0, 0.0, 0.0
     if decode is not None:
         reserve_s, tpot_s = decode.reserve_s, _crowded_tpot_s(decode)
         ids = prefill.worker.info.worker_id, decode.worker.info.worker_id
-        transfer_s = predictor.transfer_s(*ids, work.num_tokens)
+        transfer_s = predictor.transfer_s(*ids, work.num_tokens) if mode is Mode.SPLIT else 0.0
     ttft_s = work.waited_s + reserve_s + prefill.done_s
     if policy == "predict":
         ttft_target_s = min(work.ttft_s or _MOST_TTFT_S, _MOST_TTFT_S)
@@ -110,7 +128,7 @@ def pair(
         cost: tuple[float, ...] = (parts + transfer_s / ttft_target_s,)
     else:
         cost = (*(decode_rank(policy, decode) if decode else ()), *prefill_rank(policy, prefill))
-    return Candidate(prefill=prefill, decode=decode, transfer_s=transfer_s, ttft_s=ttft_s, cost=cost)
+    return Candidate(prefill=prefill, decode=decode, transfer_s=transfer_s, ttft_s=ttft_s, cost=cost, mode=mode)
 
 
 def best(policy: str, candidates: Sequence[Candidate]) -> Candidate:
@@ -124,6 +142,10 @@ def best(policy: str, candidates: Sequence[Candidate]) -> Candidate:
 def why(policy: str, chosen: Candidate, others: int) -> str:
     """In words, for the log and for `twinpool explain`."""
     among = "the only pair with room" if not others else f"of {others + 1} candidates"
+    if chosen.mode is Mode.AGGREGATED:
+        among = f"the other pool is empty, so one worker does all; {among}"
+    elif chosen.mode is Mode.LOCAL:
+        among = f"a decode worker that computes the prompt itself; {among}"
     if policy == "round_robin":
         return f"{among}: its turn"
     if policy == "least_loaded":

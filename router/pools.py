@@ -55,6 +55,7 @@ class WorkerInfo:
     block_size: int
     max_context: int
     rows_total: int
+    serves_alone: bool = False  # can compute prompts and decode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

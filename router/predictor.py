@@ -1,6 +1,8 @@
 """How long each part of a request will take on each worker, learnt from the requests that have ended.
 
 prefill(worker)  = a + b * tokens + c * tokens * context     tokens to compute, and the mean context they attend to
+local(worker)    = a + b * tokens + c * tokens * context + d * tokens * requests
+                                                             the same on a decode worker, between the steps of others
 transfer(pair)   = a + b * bytes                             what is left of it after the first token
 tpot(worker)     = a + b * requests                          at the batch that a request would join
 reserve(worker)  = what it was lately, fading                the wait for rows
@@ -68,6 +70,7 @@ class Predictor:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._prefill = _Models(3, clock)
+        self._local = _Models(4, clock)
         self._transfer = _Models(2, clock)
         self._tpot = _Models(2, clock)
         self._reserve: OrderedDict[str, tuple[float, float]] = OrderedDict()  # mean wait, and when it was noted
@@ -84,6 +87,12 @@ class Predictor:
         features = _prompt(num_tokens, num_cached)
         found = self._prefill.predict(worker_id, features)
         return (num_tokens - num_cached) * DEFAULT_TOKEN_S if found is None else found
+
+    def local_prefill_s(self, worker_id: str, num_tokens: int, num_requests: int) -> float:
+        """Until a decode worker with `num_requests` others has computed a prompt; unknown: as prefill workers."""
+        features = (*_prompt(num_tokens, 0), float(num_tokens * num_requests))
+        found = self._local.predict(worker_id, features)
+        return self.prefill_s(worker_id, num_tokens) if found is None else found
 
     def transfer_s(self, prefill_id: str, decode_id: str, num_tokens: int) -> float:
         """Rows of a prompt still on the way when its first token is there."""
@@ -102,6 +111,9 @@ class Predictor:
 
     def prefilled(self, worker_id: str, num_tokens: int, num_cached: int, seconds: float) -> None:
         self._prefill.add(worker_id, _prompt(num_tokens, num_cached), seconds)
+
+    def prefilled_locally(self, worker_id: str, num_tokens: int, num_requests: int, seconds: float) -> None:
+        self._local.add(worker_id, (*_prompt(num_tokens, 0), float(num_tokens * num_requests)), seconds)
 
     def transferred(self, prefill_id: str, decode_id: str, num_tokens: int, num_bytes: int, wait_s: float) -> None:
         self._transfer.add((prefill_id, decode_id), (1.0, float(num_bytes)), wait_s)

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 import grpc
 
 from router import wire
-from router.wire import FirstTokens, Job, Transferred
+from router.wire import FirstTokens, Job, NextTokens, Transferred
 from twinpool.errors import Unavailable, WorkerLost, from_status
 from twinpool.v1 import worker_pb2_grpc
 
@@ -19,12 +19,16 @@ class PrefillClient:
         self._channel = channel
         self._stub = worker_pb2_grpc.PrefillStub(channel)
 
-    async def run(self, job: Job, target: bytes, timeout_s: float) -> AsyncGenerator[FirstTokens | Transferred, None]:
+    async def run(
+        self, job: Job, target: bytes, timeout_s: float, *, generate: bool = False
+    ) -> AsyncGenerator[FirstTokens | Transferred | NextTokens, None]:
         """Computes `job` and pushes its rows to `target`. Closing the iterator cancels the call.
+
+        generate: there is no target; the worker goes on until the answer ends.
 
         Raises the worker's own error, or WorkerLost when the worker is gone.
         """
-        call = self._stub.Run(wire.prefill_request(job, target), timeout=timeout_s)
+        call = self._stub.Run(wire.prefill_request(job, target, generate=generate), timeout=timeout_s)
         try:
             async for event in call:
                 kind = event.WhichOneof("event")
@@ -32,6 +36,8 @@ class PrefillClient:
                     yield wire.first_tokens(event.first_tokens)
                 elif kind == "transferred":
                     yield wire.transferred(event.transferred)
+                elif kind == "tokens":
+                    yield wire.next_tokens(event.tokens)
         except grpc.aio.AioRpcError as failure:
             error = from_status(failure.code(), failure.details() or "", failure.trailing_metadata())
             if type(error) is Unavailable:  # a bare status: gRPC itself could not reach the worker

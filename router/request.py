@@ -152,11 +152,19 @@ class Request:
                 f"{time.monotonic() - self.ask.arrived_at:.3g} s, {self._progress()}"
             ) from None
 
-    async def _serve(self, choices: Sequence[Choice], failures: Sequence[TwinpoolError]) -> None:
+    async def _serve(
+        self, choices: Sequence[Choice], failures: Sequence[TwinpoolError], *, admitted: bool = False
+    ) -> None:
         """Attempts `choices` until they are finished; `failures` are those of the attempts made at them before."""
         while choices:
             try:
-                await self._attempt(choices, resumption=bool(failures))
+                pair = await self._place(choices, resumption=admitted or bool(failures))
+                if pair.generates and len(choices) > 1:
+                    pair.release()
+                    self._registry.on_change()
+                    await self._serve_each(choices, failures)
+                    return
+                await self._attempt(pair, choices)
             except AttemptFailed as failure:
                 failures = [*failures, failure.error]
                 self._avoid.update(failure.worker_ids)
@@ -178,13 +186,13 @@ class Request:
         try:
             async with asyncio.TaskGroup() as group:
                 for choice in choices:
-                    group.create_task(self._serve([choice], failures))
+                    group.create_task(self._serve([choice], failures, admitted=True))
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from several
 
-    async def _attempt(self, choices: Sequence[Choice], *, resumption: bool) -> None:
-        ask, timeline = self.ask, self.timeline
-        pair = await self._admission.place(
+    async def _place(self, choices: Sequence[Choice], *, resumption: bool) -> Pair:
+        ask = self.ask
+        return await self._admission.place(
             self._demand(choices),
             ask.sla,
             priority=ask.priority,
@@ -193,10 +201,17 @@ class Request:
             tenant=ask.tenant,
             input_class=ask.input_class,
         )
+
+    async def _attempt(self, pair: Pair, choices: Sequence[Choice]) -> None:
+        """Releases `pair` at its end."""
+        ask, timeline = self.ask, self.timeline
         timeline.attempts += 1
         timeline.placed_at = timeline.placed_at or time.monotonic()
         timeline.prefill_worker = pair.prefill.info.worker_id
-        timeline.decode_worker = pair.decode.info.worker_id if pair.decode is not None else ""
+        decode = pair.prefill if pair.generates else pair.decode
+        timeline.decode_worker = decode.info.worker_id if decode is not None else ""
+        timeline.mode = pair.mode.value
+        self._metrics.attempts.labels(pair.mode.value).inc()
         self._remember(pair, len(ask.prompt) + len(choices[0].token_ids))
         attempt = Attempt(
             self._job(choices, timeline.attempts, pair.input_class),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from router.decode_session import DecodeSession
 from router.front_door import FrontDoor
 from router.metrics import RouterMetrics
 from router.placement import Placement
+from router.policies import Mode
 from router.pools import Link, Pool, Registry, WorkerInfo
 from router.prefill_call import PrefillClient
 from router.registry_server import RegistryServer
@@ -22,6 +24,8 @@ from router.tokenizer import ModelCard, Tokenizer
 from service.serve import Service, Serving, channel, serve
 from twinpool.v1.router_pb2_grpc import add_RouterServicer_to_server
 from twinpool.v1.worker_pb2_grpc import add_RegistryServicer_to_server
+
+logger = logging.getLogger(__name__)
 
 _SIZE_EVERY_S = 1.0
 ROUTER, REGISTRY = "twinpool.v1.Router", "twinpool.v1.Registry"
@@ -33,6 +37,7 @@ class Router:
     def __init__(self, config: RouterConfig, figures: RouterMetrics) -> None:
         """Reads the model's directory. Raises ConfigError."""
         self.config = config
+        self._figures = figures
         self._certificates = config.load_certificates()
         folder = Path(config.tokenizer)
         card = ModelCard.load(config.model or folder.resolve().name, folder, config.max_context)
@@ -48,6 +53,8 @@ class Router:
             decode_slots=config.decode_slots,
             policy=config.policy,
             lookahead_s=config.prefill_lookahead,
+            local_below=config.local_below,
+            aggregate=config.when_pool_empty == "aggregate",
         )
         self.admission = Admission(classes, placement, pool_wait_s=config.pool_wait, max_queued=config.max_queued)
         self._sizing = Sizing(
@@ -126,9 +133,14 @@ class Router:
         self._changed.set()
 
     async def _keep_health(self, serving: Serving) -> None:
-        """grpc.health.v1: the process serves as long as it lives, the Router service while a pair of workers can."""
+        """grpc.health.v1: the process serves as long as it lives, the Router service while a pair of workers can, or
+        one pool alone."""
+        aggregating = False
         while True:
             await serving.set_serving(self.front_door.can_serve, ROUTER)
+            if aggregating is not (aggregating := self.front_door.mode is Mode.AGGREGATED):
+                self._figures.aggregating.set(aggregating)
+                logger.warning("a pool is empty: the other one serves whole answers" if aggregating else "split again")
             self._changed.clear()
             await self._changed.wait()
 

@@ -90,6 +90,7 @@ class RouterServer(RouterServicer):
             queued=self._front_door.queued,
             running=self._front_door.running,
             sizes=[_pool_size(size) for size in self._front_door.sizing.sizes.values()],
+            mode=self._front_door.mode.value,
         )
 
 

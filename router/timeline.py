@@ -29,6 +29,7 @@ class Timeline:
     prefill_worker: str = ""
     decode_worker: str = ""
     attempts: int = 0
+    mode: str = ""  # of the last attempt
 
     def prefilled(self, event: FirstTokens, now: float) -> None:
         if self.first_token_at is None:
@@ -83,4 +84,5 @@ class Timeline:
             "attempts": self.attempts,
             "sla_class": self.sla_class,
             "input_class": self.input_class,
+            "mode": self.mode,
         }

@@ -40,6 +40,7 @@ class Job:
     tpot_target_ms: float
     max_batch: int = 0
     cache_salt: str = ""
+    probe: bool = False  # a test of the workers, no user's request
 
     @property
     def seniority(self) -> int:
@@ -66,6 +67,14 @@ class Transferred:
     bytes: int
     transfer_ms: float
     transfer_wait_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextTokens:
+    """Tokens of an answer that the prefill worker generates."""
+
+    choice: int
+    tokens: tuple[Token, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +107,7 @@ def sampling_message(sampling: SamplingParams) -> router_pb2.Sampling:
     return sampling_to_proto(replace(sampling, stop=()))
 
 
-def prefill_request(job: Job, transfer_target: bytes) -> worker_pb2.PrefillRequest:
+def prefill_request(job: Job, transfer_target: bytes, *, generate: bool = False) -> worker_pb2.PrefillRequest:
     return worker_pb2.PrefillRequest(
         request_id=job.request_id,
         attempt=job.attempt,
@@ -111,10 +120,12 @@ def prefill_request(job: Job, transfer_target: bytes) -> worker_pb2.PrefillReque
         first_choice=job.first_choice,
         priority=job.priority,
         cache_salt=job.cache_salt,
+        generate=generate,
+        probe=job.probe,
     )
 
 
-def decode_submit(job: Job, timeout_s: float) -> worker_pb2.DecodeCommand:
+def decode_submit(job: Job, timeout_s: float, *, local_prefill: bool = False) -> worker_pb2.DecodeCommand:
     return worker_pb2.DecodeCommand(
         submit=worker_pb2.DecodeSubmit(
             request_id=job.request_id,
@@ -128,6 +139,8 @@ def decode_submit(job: Job, timeout_s: float) -> worker_pb2.DecodeCommand:
             sla_class=job.sla_class,
             priority=job.seniority,
             max_batch=job.max_batch,
+            local_prefill=local_prefill,
+            probe=job.probe,
         )
     )
 
@@ -152,6 +165,10 @@ def first_tokens(message: worker_pb2.FirstTokens) -> FirstTokens:
 
 def transferred(message: worker_pb2.Transferred) -> Transferred:
     return Transferred(bytes=message.bytes, transfer_ms=message.transfer_ms, transfer_wait_ms=message.transfer_wait_ms)
+
+
+def next_tokens(message: worker_pb2.TokensOut) -> NextTokens:
+    return NextTokens(choice=message.choice, tokens=tuple(map(token, message.tokens)))
 
 
 def decode_end(message: worker_pb2.DecodeEnded) -> DecodeEnd:
@@ -179,6 +196,7 @@ def worker_info(message: worker_pb2.WorkerInfo) -> WorkerInfo:
         block_size=message.block_size,
         max_context=message.max_context,
         rows_total=message.rows_total,
+        serves_alone=message.serves_alone,
     )
 
 

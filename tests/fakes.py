@@ -75,6 +75,7 @@ class Fault(Enum):
     HANG = auto()  # before the first tokens, until cancelled
     SLOW_TRANSFER = auto()  # after the first tokens, until cancelled
     WRONG_COUNT = auto()  # one first token too many
+    DIE_IN_ANSWER = auto()  # that it generates
     BAD_FIRST = auto()  # the last choice's first token is in no vocabulary
     # decode
     REJECT = auto()
@@ -130,6 +131,17 @@ class Fabric:
             token.finish_reason = LENGTH
         return token
 
+    def first_tokens(self, message: Any, count: int) -> worker_pb2.FirstTokens:
+        position = len(message.token_ids) - message.num_prompt_tokens
+        choices = range(message.first_choice, message.first_choice + count)
+        first = worker_pb2.FirstTokens(
+            tokens=[self.token(message, choice, position) for choice in choices], queue_ms=0.25, prefill_ms=0.5
+        )
+        if message.sampling.echo and message.sampling.HasField("logprobs"):
+            for token_id in message.token_ids:
+                first.prompt_logprobs.add(token_id=token_id, logprob=-token_id / 8)
+        return first
+
 
 class Worker:
     """What both kinds share: a server, a registration, a list of faults. `open` counts what it holds."""
@@ -184,8 +196,9 @@ class Worker:
 class FakePrefill(Worker, PrefillServicer):
     pool = router_pb2.POOL_PREFILL
 
-    def __init__(self, name: str, fabric: Fabric, **info: Any) -> None:
+    def __init__(self, name: str, fabric: Fabric, *, step_s: float = 0.0, **info: Any) -> None:
         super().__init__(name, fabric, **info)
+        self.step_s = step_s  # of an answer that it generates
         self.requests: list[worker_pb2.PrefillRequest] = []
         self.cached_tokens = 0
 
@@ -214,7 +227,10 @@ class FakePrefill(Worker, PrefillServicer):
         if fault is Fault.LATE_FIRST:
             self.fabric.commit(request.transfer_target)
             await asyncio.sleep(0.05)
-        await context.write(worker_pb2.PrefillEvent(first_tokens=self._first(request, fault)))
+        first = self._first(request, fault)
+        await context.write(worker_pb2.PrefillEvent(first_tokens=first))
+        if request.generate and not first.tokens[0].finish_reason:
+            await self._generate(request, context, fault)
         if not request.transfer_target:
             return
         if fault is Fault.TRANSFER:
@@ -228,21 +244,24 @@ class FakePrefill(Worker, PrefillServicer):
         done = worker_pb2.Transferred(bytes=4096, rows=2, transfer_ms=3.0, transfer_wait_ms=1.0)
         await context.write(worker_pb2.PrefillEvent(transferred=done))
 
+    async def _generate(self, request: worker_pb2.PrefillRequest, context: Any, fault: Fault) -> None:
+        position = len(request.token_ids) - request.num_prompt_tokens + 1
+        while True:
+            if fault is Fault.DIE_IN_ANSWER and position == 5:
+                raise Unavailable("the worker goes away")
+            await asyncio.sleep(self.step_s)
+            token = self.fabric.token(request, request.first_choice, position)
+            out = worker_pb2.TokensOut(choice=request.first_choice, tokens=[token])
+            await context.write(worker_pb2.PrefillEvent(tokens=out))
+            if token.finish_reason:
+                return
+            position += 1
+
     def _first(self, request: worker_pb2.PrefillRequest, fault: Fault) -> worker_pb2.FirstTokens:
-        position = len(request.token_ids) - request.num_prompt_tokens
-        count = request.sampling.n + (fault is Fault.WRONG_COUNT)
-        choices = range(request.first_choice, request.first_choice + count)
-        first = worker_pb2.FirstTokens(
-            tokens=[self.fabric.token(request, choice, position) for choice in choices],
-            cached_tokens=self.cached_tokens,
-            queue_ms=0.25,
-            prefill_ms=0.5,
-        )
+        first = self.fabric.first_tokens(request, request.sampling.n + (fault is Fault.WRONG_COUNT))
+        first.cached_tokens = self.cached_tokens
         if fault is Fault.BAD_FIRST:
             first.tokens[-1].token_id = 2**31
-        if request.sampling.echo and request.sampling.HasField("logprobs"):
-            for token_id in request.token_ids:
-                first.prompt_logprobs.add(token_id=token_id, logprob=-token_id / 8)
         return first
 
 
@@ -331,12 +350,18 @@ class FakeDecode(Worker, DecodeServicer):
         if fault is Fault.CROWDED:
             end("FAILED", "Overloaded", "100 requests wait")
             return
-        target = self.fabric.reserve(f"{self.name}/{submit.request_id}/{submit.attempt}")
-        try:
-            tell(reserved=worker_pb2.Reserved(transfer_target=target))
-            await self.fabric.targets[target].wait()
-        finally:
-            del self.fabric.targets[target]
+        if submit.local_prefill:
+            tell(reserved=worker_pb2.Reserved())
+            await asyncio.sleep(self.step_s)
+            count = submit.sampling.n + (fault is Fault.WRONG_COUNT)
+            tell(first_tokens=self.fabric.first_tokens(submit, count))
+        else:
+            target = self.fabric.reserve(f"{self.name}/{submit.request_id}/{submit.attempt}")
+            try:
+                tell(reserved=worker_pb2.Reserved(transfer_target=target))
+                await self.fabric.targets[target].wait()
+            finally:
+                del self.fabric.targets[target]
         if fault is Fault.TRANSFER_FAILED:
             end("TRANSFER_FAILED", "ChecksumMismatch", "row 3 arrived with other bytes")
             return

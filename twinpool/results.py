@@ -87,6 +87,7 @@ class Timeline:
     attempts: int
     sla_class: str
     input_class: str
+    mode: str = ""  # "split", "local" or "aggregated"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +197,7 @@ class Pools:
     queued: int  # requests waiting in the router
     running: int  # requests placed and not ended
     sizes: list[PoolSize]  # empty from a router that knows nothing of them
+    mode: str = "split"  # "aggregated" while one pool is empty and the other serves whole answers
 
 
 class Answer:
@@ -292,7 +294,13 @@ def pools(message: v1.GetPoolsResponse) -> Pools:
         for worker in message.workers
     ]
     sizes = [_same_names(PoolSize, size, pool=_enum_name(v1.Pool, size.pool, "POOL_")) for size in message.sizes]
-    return Pools(workers=workers, queued=message.queued, running=message.running, sizes=sizes)
+    return Pools(
+        workers=workers,
+        queued=message.queued,
+        running=message.running,
+        sizes=sizes,
+        mode=message.mode or "split",
+    )
 
 
 def _joined(index: int, chunks: list[Chunk]) -> Choice:

@@ -12,6 +12,11 @@ from rich.text import Text
 from twinpool.results import Pools, Timeline, Usage
 
 _STATE_STYLES = {"ready": "green", "draining": "yellow", "suspect": "red"}
+_MODES = {
+    "split": "by a prefill and a decode worker",
+    "local": "by a decode worker that computed the prompt too",
+    "aggregated": "by one worker, while the other pool was empty",
+}
 
 
 def console(file: TextIO | None = None) -> Console:
@@ -22,6 +27,8 @@ def console(file: TextIO | None = None) -> Console:
 
 def pools_table(pools: Pools) -> Table:
     caption = f"router: {pools.queued} queued, {pools.running} running"
+    if pools.mode == "aggregated":
+        caption += "; a pool is empty, the other one serves whole answers"
     for size in pools.sizes:
         caption += f"\n{size.pool}: {size.current} joined, {size.desired} desired ({size.reason})"
     table = Table(caption=caption, caption_justify="left")
@@ -67,6 +74,7 @@ def timeline_table(timeline: Timeline, usage: Usage) -> Table:
         ("TPOT", _ms(timeline.tpot_ms), f"time per token after it, on {timeline.decode_worker}"),
         ("tokens/s", f"{tokens_per_s:.1f}", f"{usage.completion_tokens} tokens of answer"),
         ("total", _ms(timeline.total_ms), f"{timeline.input_class} input, class {timeline.sla_class}"),
+        ("served", timeline.mode, _MODES.get(timeline.mode, "")),
     ]
     for row in rows:
         table.add_row(*row)
