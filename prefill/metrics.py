@@ -35,6 +35,9 @@ class PrefillMetrics:
         self.generated_tokens = counter(
             "generated_tokens_total", "Tokens of answers generated here, while the decode pool was empty."
         )
+        self.preemptions = counter(
+            "preemptions_total", "Answers generated here that lost their rows, to be computed again later."
+        )
         self.generating = gauge("generating", "Answers generated here that hold rows.")
         self.queue_seconds = histogram("queue_seconds", "Received until admitted.", REQUEST_SECONDS, by_class)
         self.prefill_seconds = histogram("prefill_seconds", "Admitted until sampled.", REQUEST_SECONDS, by_class)

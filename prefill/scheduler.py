@@ -61,6 +61,7 @@ class Scheduler:
         self._blocks = blocks
         self._classes = {name: _Class(limit) for name, limit in limits.prompts.items()}
         self._generating: list[Sequence] = []  # whose turn it is first
+        self.num_preempted = 0  # that lost their rows; only grows
         self._num_added = 0
         self._starved: tuple[tuple[int, int], Sequence] | None = (
             None  # the first in line for rows, while they are short
@@ -168,6 +169,7 @@ class Scheduler:
         return more is not None
 
     def _preempt(self, victim: Sequence) -> None:
+        self.num_preempted += 1
         self._generating.remove(victim)
         self.free(victim)
         victim.num_computed = 0

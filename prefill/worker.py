@@ -114,6 +114,7 @@ class Worker:
         self._transferring: set[Sequence] = set()  # committed, not acknowledged
         self._pinned: list[Sequence] = []  # ended; the push may still read their rows
         self._computed_tokens = 0
+        self._num_preempted = 0  # as counted
         self._prefixes: tuple[int, ...] = ()
         self._prefixes_at = float("-inf")
         self._stopping = False
@@ -391,4 +392,6 @@ class Worker:
         self._metrics.running.set(load.running)
         self._metrics.waiting.set(load.waiting)
         self._metrics.generating.set(self._scheduler.num_generating)
+        self._metrics.preemptions.inc(self._scheduler.num_preempted - self._num_preempted)
+        self._num_preempted = self._scheduler.num_preempted
         self._metrics.rows_used.set(self._engine.blocks.num_blocks - load.rows_free)

@@ -224,11 +224,13 @@ class Cluster:
             process.popen.wait(timeout=10)
 
 
-def open_cluster(folder: Path, model: Path, prefill: int, decode: int, **worker_options: str) -> Iterator[Cluster]:
-    """One router, `prefill` and `decode` workers, all ready; closed at the end."""
+def open_cluster(
+    folder: Path, model: Path, prefill: int, decode: int, *, router: dict[str, str] | None = None, **worker_options: str
+) -> Iterator[Cluster]:
+    """One router (with these options), `prefill` and `decode` workers, all ready; closed at the end."""
     cluster = Cluster(folder, model)
     try:
-        cluster.router()
+        cluster.router(**(router or {}))
         for i in range(prefill):
             cluster.worker("prefill", f"prefill-{i}", **worker_options)
         for i in range(decode):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,10 +43,10 @@ def shared(shared_deployment: Cluster) -> Iterator[Cluster]:
 
 @pytest.fixture
 def deploy(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[..., Cluster]]:
-    """deploy(prefill, decode, **worker_options) -> a ready Cluster of this test's own."""
+    """deploy(prefill, decode, router=its options, **worker_options) -> a ready Cluster of this test's own."""
     opened: list[Iterator[Cluster]] = []
 
-    def start(prefill: int, decode: int, **options: str) -> Cluster:
+    def start(prefill: int, decode: int, **options: Any) -> Cluster:
         deployment = open_cluster(tmp_path / f"deployment-{len(opened)}", tiny_model, prefill, decode, **options)
         (tmp_path / f"deployment-{len(opened)}").mkdir()
         opened.append(deployment)

@@ -193,7 +193,7 @@ def test_decode_worker_killed_mid_answer_resumes_without_gap_or_repeat(
 def test_decode_worker_killed_with_nobody_left_is_an_error_not_a_clean_end(
     deploy: Callable[..., Cluster],
 ) -> None:  # R3
-    cluster = deploy(1, 1)
+    cluster = deploy(1, 1, router={"when_pool_empty": "fail"})
     with cluster.client(retries=0, timeout_s=30) as client:
         with client.stream(PROMPT, max_tokens=LONG, temperature=0, ignore_eos=True) as stream:
             for _ in range(5):
@@ -225,7 +225,7 @@ def test_router_killed_ends_its_requests_and_the_sdk_goes_to_the_next(deploy: Ca
 
 
 def test_empty_pool_is_named(deploy: Callable[..., Cluster]) -> None:
-    cluster = deploy(1, 0)
+    cluster = deploy(1, 0, router={"when_pool_empty": "fail"})
     with cluster.client(retries=0, timeout_s=30) as client, pytest.raises(errors.PoolEmpty, match="decode"):
         client.generate(PROMPT, max_tokens=5)
     cluster.assert_baseline()
