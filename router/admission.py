@@ -244,6 +244,9 @@ class Admission:
         if missing is None:
             self.pump()
             return
+        if self._placement.may_come:  # the wait goes on, for as long as its probe may take
+            self._give_up = asyncio.get_running_loop().call_later(self._pool_wait_s, self._refuse_all)
+            return
         for lane in self._all_lanes():
             for entry in lane:
                 entry.pair.set_exception(PoolEmpty(missing))

@@ -54,6 +54,9 @@ class RouterConfig(ProcessConfig):
         help="while a pool has no usable worker: let the other one serve whole answers, or fail requests",
         choices=("aggregate", "fail"),
     )
+    probe_timeout: float = option(
+        10.0, help="of the generation that a worker must pass before it is used; 0: none is needed", unit="s", minimum=0
+    )
     max_queued: int = option(
         10000, help="most requests that wait in this router; beyond, the lowest class gives way", minimum=1
     )

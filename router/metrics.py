@@ -36,6 +36,12 @@ class RouterMetrics:
             buckets=SHARES,
             registry=registry,
         )
+        self.probes = Counter(
+            "twinpool_router_probes_total",
+            "Generations that new workers had to pass to be used, by outcome: passed, or the class of the error.",
+            ["outcome"],
+            registry=registry,
+        )
         self.attempts = Counter(
             "twinpool_router_attempts_total",
             "Attempts begun: split over the pools, local (prompt and answer on a decode worker) or aggregated (on one "
@@ -148,5 +154,5 @@ class RouterMetrics:
             self.queued.labels(name).set_function(partial(queued, name))
         self.running.set_function(running)
         for pool in ("prefill", "decode"):
-            for state in ("ready", "draining", "suspect"):
+            for state in ("ready", "draining", "suspect", "joining", "probing"):
                 self.workers.labels(pool, state).set_function(partial(workers, pool, state))

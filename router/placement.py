@@ -8,7 +8,7 @@
    equals.
 5. Short prompts may do without the prefill pool: a decode worker computes them, where that is configured or predicted
    to be better, the delay of its running requests included.
-6. While a pool has nobody, workers of the other one serve whole answers, if they can and may.
+6. While a pool has nobody (or no two workers fit), those of the other one serve whole answers, if they can and may.
 """
 
 from __future__ import annotations
@@ -188,6 +188,8 @@ class Placement:
                 name = pool.name.lower()
                 joined = len(self._registry.pool(pool))
                 state = f"{joined} joined, none of them ready" if joined else "none has joined"
+                if reason := next((each.reason for each in self._registry.pool(pool) if each.reason), ""):
+                    state += f": {reason}"
                 return f"no usable {name} worker ({state}); start one with: python -m {name} --routers ROUTER"
         if not _fingerprints(prefill) & _fingerprints(decode):
             return (
@@ -195,6 +197,11 @@ class Placement:
                 "start workers of the other pool with the same model and options"
             )
         return None
+
+    @property
+    def may_come(self) -> bool:
+        """Whether a worker is being probed."""
+        return any(worker.state is WorkerState.PROBING for worker in self._registry)
 
     def cached_tokens(self, digests: PromptDigests) -> int:
         """Most tokens of a prompt that any ready prefill worker has in its cache."""
@@ -250,10 +257,11 @@ class Placement:
         return len(self._usable(Pool.PREFILL))
 
     def _alone(self, prefill: list[Worker], decode: list[Worker]) -> list[Worker]:
-        """Workers that serve whole answers, because the other pool has nobody."""
-        if not self._aggregate or bool(prefill) == bool(decode):
+        """Workers of one pool that serve whole answers, because no two fit: mostly as the other pool has nobody."""
+        if not self._aggregate or _fingerprints(prefill) & _fingerprints(decode):
             return []
-        return [worker for worker in prefill or decode if worker.info.serves_alone]
+        able = ([worker for worker in pool if worker.info.serves_alone] for pool in (decode, prefill))
+        return next(filter(None, able), [])
 
     def _alone_candidates(self, workers: list[Worker], demand: Demand) -> list[Candidate] | Wait:
         if workers[0].info.pool is Pool.DECODE:

@@ -29,7 +29,7 @@ class Mode(Enum):
 
     SPLIT = "split"  # one of each pool
     LOCAL = "local"  # a decode worker that computes the prompt too, as predicted or configured
-    AGGREGATED = "aggregated"  # one worker that does all, since the other pool is empty
+    AGGREGATED = "aggregated"  # one worker that does all, since there is no pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +143,7 @@ def why(policy: str, chosen: Candidate, others: int) -> str:
     """In words, for the log and for `twinpool explain`."""
     among = "the only pair with room" if not others else f"of {others + 1} candidates"
     if chosen.mode is Mode.AGGREGATED:
-        among = f"the other pool is empty, so one worker does all; {among}"
+        among = f"no pair of workers is there, so one does all; {among}"
     elif chosen.mode is Mode.LOCAL:
         among = f"a decode worker that computes the prompt itself; {among}"
     if policy == "round_robin":

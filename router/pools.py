@@ -39,6 +39,8 @@ class WorkerState(IntEnum):
     READY = 1
     DRAINING = 2
     SUSPECT = 3
+    JOINING = 4  # not proved yet; waits for its probe
+    PROBING = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +110,10 @@ class Worker:
         self.last_claim = 0  # grows with every claim on any worker
         self.claims: set[Claim] = set()
         self.breaker = Breaker(clock)
+        self.proved = True  # a generation has passed through it; the registry and the prober write these three
+        self.probing = False
+        self.waits_for = ""  # why it is not proved
+        self.fault = ""  # the last one that was counted
         self.backlog = Backlog(clock)
         self._clock = clock
 
@@ -115,6 +121,8 @@ class Worker:
     def state(self) -> WorkerState:
         if self.load is not None and self.load.draining:
             return WorkerState.DRAINING
+        if not self.proved:
+            return WorkerState.PROBING if self.probing else WorkerState.JOINING
         usable = self.connected and self.load is not None and self.breaker.allows and not self.late
         return WorkerState.READY if usable else WorkerState.SUSPECT
 
@@ -124,9 +132,18 @@ class Worker:
         return self.lease_ends - self._clock() < (1 - _LATE) * self.lease_s
 
     @property
+    def reason(self) -> str:
+        """Why it is not used, for those who look; empty where the state says all."""
+        if self.state is WorkerState.SUSPECT:
+            if not self.connected or self.load is None:
+                return "its stream is broken" if not self.connected else "it has not reported yet"
+            return self.fault if not self.breaker.allows else "its report is overdue"
+        return self.waits_for if self.state is WorkerState.JOINING else ""
+
+    @property
     def suspicion(self) -> float | None:
         """How much speaks against a worker that would be there to answer; None for one that is not, or is leaving."""
-        if not self.connected or self.load is None or self.load.draining:
+        if not self.connected or not self.proved or self.load is None or self.load.draining:
             return None
         suspicion = self.breaker.suspicion
         return None if suspicion is None else suspicion + self.late
@@ -201,6 +218,7 @@ class Worker:
         """Counts a fault of this worker; the connection to it is gone when the error is a plain Unavailable."""
         lost = isinstance(error, Unavailable) and not isinstance(error, TransferFailed)
         self.breaker.failed(connection_lost=lost)
+        self.fault = error.message
 
 
 class Registry:
@@ -217,6 +235,7 @@ class Registry:
         self._closing: set[asyncio.Task[None]] = set()
         self._pauses: dict[Worker, asyncio.TimerHandle] = {}
         self.on_change: Callable[[], None] = lambda: None
+        self.proves = False  # workers are not used until a generation has passed through them (prober.py)
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
@@ -243,6 +262,7 @@ class Registry:
             if known is not None:
                 self._forget(known, "a new incarnation has joined")
             known = self._workers[info.worker_id] = Worker(info, self._connect(info), self.clock)
+            known.proved = not self.proves
             logger.info("worker joined", extra={"worker": info.worker_id, "pool": info.pool.name.lower()})
         self._renew(known)
         self.on_change()

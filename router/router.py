@@ -17,6 +17,7 @@ from router.placement import Placement
 from router.policies import Mode
 from router.pools import Link, Pool, Registry, WorkerInfo
 from router.prefill_call import PrefillClient
+from router.prober import Prober
 from router.registry_server import RegistryServer
 from router.server import RouterServer
 from router.sizing import Sizing
@@ -79,6 +80,14 @@ class Router:
             max_attempts=config.max_attempts,
             isolate_tenants=config.isolate_tenants,
         )
+        self.registry.proves = config.probe_timeout > 0
+        self._prober = Prober(
+            self.registry,
+            figures,
+            vocab_size=card.vocab_size,
+            timeout_s=config.probe_timeout,
+            alone=config.when_pool_empty == "aggregate",
+        )
         self._joins = RegistryServer(self.registry, heartbeat_ms=config.heartbeat_ms, lease_ms=config.lease_ms)
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -103,7 +112,7 @@ class Router:
             client_certs=self.config.tls_client_certs,
         )
         self._tasks = [
-            asyncio.ensure_future(self._keep_health(self._serving)),
+            asyncio.ensure_future(self._watch(self._serving)),
             asyncio.ensure_future(self._expire_leases()),
             asyncio.ensure_future(self._size_pools()),
         ]
@@ -118,6 +127,7 @@ class Router:
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)
+        await self._prober.close()
         self._joins.close()
         await serving.stop(grace_s=0.5)
         self.admission.close()
@@ -132,15 +142,16 @@ class Router:
         self.admission.pump()
         self._changed.set()
 
-    async def _keep_health(self, serving: Serving) -> None:
-        """grpc.health.v1: the process serves as long as it lives, the Router service while a pair of workers can, or
-        one pool alone."""
+    async def _watch(self, serving: Serving) -> None:
+        """After every change: probes who has joined, and tells grpc.health.v1: the process serves as long as it lives,
+        the Router service while a pair of workers can, or one pool alone."""
         aggregating = False
         while True:
+            self._prober.look()
             await serving.set_serving(self.front_door.can_serve, ROUTER)
             if aggregating is not (aggregating := self.front_door.mode is Mode.AGGREGATED):
                 self._figures.aggregating.set(aggregating)
-                logger.warning("a pool is empty: the other one serves whole answers" if aggregating else "split again")
+                logger.warning("no pair of workers: one pool serves whole answers" if aggregating else "split again")
             self._changed.clear()
             await self._changed.wait()
 

@@ -218,4 +218,5 @@ def _worker_status(worker: Worker, now: float) -> v1.WorkerStatus:
         age_s=now - worker.joined_at,
         fingerprint=worker.info.fingerprint,
         version=worker.info.version,
+        reason=worker.reason,
     )

@@ -152,6 +152,8 @@ class Worker:
         self.name = name
         self.fabric = fabric
         self.faults: list[Fault] = []
+        self.probes: list[Any] = []  # requests by which routers tried the worker
+        self.probe_faults: list[Fault] = []
         self.draining = False
         self.running = 0
         self.rows_free = 1000
@@ -159,8 +161,9 @@ class Worker:
         self._serving: Serving | None = None
         self.registration: Registration | None = None
 
-    def next_fault(self) -> Fault:
-        return self.faults.pop(0) if self.faults else Fault.NONE
+    @staticmethod
+    def next_fault(faults: list[Fault]) -> Fault:
+        return faults.pop(0) if faults else Fault.NONE
 
     async def start(self, routers: Sequence[str], port: int = 0) -> None:
         self._serving = await serve([self.service()], host="127.0.0.1", port=port)
@@ -206,10 +209,14 @@ class FakePrefill(Worker, PrefillServicer):
         return Service(name="twinpool.v1.Prefill", add=add_PrefillServicer_to_server, servicer=self, internal=True)
 
     async def Run(self, request: worker_pb2.PrefillRequest, context: Any) -> None:
+        if request.probe:
+            self.probes.append(request)
+            await self._run(request, context, self.next_fault(self.probe_faults))
+            return
         self.requests.append(request)
         self.running += 1
         try:
-            await self._run(request, context, self.next_fault())
+            await self._run(request, context, self.next_fault(self.faults))
         finally:
             self.running -= 1
 
@@ -313,9 +320,11 @@ class FakeDecode(Worker, DecodeServicer):
                 generation = _Generation(command.submit)
                 key = (command.submit.request_id, command.submit.attempt)
                 assert key not in self.open, f"submitted twice: {key}"
-                self.submits.append(command.submit)
+                probe = command.submit.probe
+                (self.probes if probe else self.submits).append(command.submit)
                 self.open[key] = generation
-                generation.task = asyncio.create_task(self._generate(generation, out, self.next_fault()))
+                fault = self.next_fault(self.probe_faults if probe else self.faults)
+                generation.task = asyncio.create_task(self._generate(generation, out, fault))
                 generation.task.add_done_callback(lambda _, key=key: self.open.pop(key))
                 mine.append(generation)
             else:

@@ -132,7 +132,7 @@ class Worker:
     worker_id: str
     pool: str  # "prefill" or "decode"
     address: str
-    state: str  # "ready", "draining", "suspect"
+    state: str  # "ready", "draining", "suspect", "joining", "probing"
     running: int
     waiting: int
     rows_total: int
@@ -141,6 +141,7 @@ class Worker:
     age_s: float
     fingerprint: str
     version: str
+    reason: str = ""  # why it is not ready
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -236,7 +236,10 @@ def open_cluster(
         for i in range(decode):
             cluster.worker("decode", f"decode-{i}", **worker_options)
         cluster.wait_ready()
-        cluster.wait_workers(prefill + decode)
+        if (prefill and decode) or (router or {}).get(
+            "when_pool_empty"
+        ) != "fail":  # else none is ready without a partner
+            cluster.wait_workers(prefill + decode)
         yield cluster
     finally:
         cluster.close()

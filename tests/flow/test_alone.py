@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.fakes import Faults
 from tests.flow.cluster import Cluster, wait_until
 from tests.flow.oracle import Oracle
 from tests.flow.test_answers import prompts
@@ -168,4 +169,36 @@ def test_more_answers_than_a_lone_prefill_worker_has_rows_for(deploy: Callable[.
         for prompt, call in zip(asked, calls, strict=True):
             assert call.result().token_ids == oracle.answer(prompt, 80, ignore_eos=True)
     assert cluster.processes["prefill-0"].metric("twinpool_prefill_preemptions_total") > 0
+    cluster.assert_baseline()
+
+
+# Readiness.
+
+
+def test_worker_is_used_once_a_generation_has_passed_through_it(deploy: Callable[..., Cluster]) -> None:
+    cluster = deploy(1, 0, router={"when_pool_empty": "fail"})
+
+    def worker(name: str) -> Any:
+        return next((each for each in client.pools().workers if each.worker_id == name), None)
+
+    with cluster.client(retries=0, timeout_s=30) as client:
+        alone = wait_until(lambda: worker("prefill-0"), "the worker joins")
+        assert alone.state == "joining"
+        assert alone.reason == "no decode worker fits it: a generation has to pass through both"
+        with pytest.raises(errors.PoolEmpty, match="no decode worker fits it"):
+            client.generate(PROMPT, max_tokens=5)
+        cluster.worker("decode", "decode-0")
+        cluster.wait_ready("decode-0")
+        cluster.wait_workers(2)
+        assert cluster.processes["router"].metric("twinpool_router_probes_total", outcome="passed") == 1
+        assert cluster.processes["decode-0"].metric("twinpool_decode_transfer_rows_total") > 0
+        cluster.worker("prefill", "prefill-bad", faults=Faults(corrupt_every=2))
+        cluster.wait_ready("prefill-bad")
+        wait_until(
+            lambda: "its probe with decode-0 failed" in getattr(worker("prefill-bad"), "reason", ""), "found out"
+        )
+        for _ in range(10):
+            answer = client.generate(PROMPT, max_tokens=5, ignore_eos=True)
+            assert (answer.timeline.prefill_worker, answer.timeline.attempts) == ("prefill-0", 1)
+        assert worker("prefill-bad").state in ("joining", "probing")
     cluster.assert_baseline()

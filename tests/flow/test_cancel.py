@@ -33,7 +33,7 @@ def test_closing_a_stream_frees_both_workers(shared: Cluster) -> None:
 def test_cancel_after_prefill_and_before_the_transfer_ends(
     deploy: Callable[..., Cluster], transport: str
 ) -> None:  # L1
-    cluster = deploy(0, 1, kv_transport=transport)
+    cluster = deploy(0, 1, router={"probe_timeout": "0"}, kv_transport=transport)
     cluster.worker("prefill", "prefill-slow", faults=Faults(delay_ms=300), kv_transport=transport)
     cluster.wait_ready("prefill-slow")
     cluster.wait_workers(2)

@@ -124,7 +124,7 @@ def test_cached_prefixes_are_shared_only_under_the_same_salt(shared: Cluster) ->
 def test_prefill_worker_killed_before_the_first_token_is_retried_elsewhere(
     deploy: Callable[..., Cluster], oracle: Oracle
 ) -> None:
-    cluster = deploy(1, 1)
+    cluster = deploy(1, 1, router={"probe_timeout": "0"})  # or the slow worker would not be used
     # the first worker stalls in the transfer of its first rows; it is killed there and another takes over
     cluster.worker("prefill", "prefill-slow", faults=Faults(delay_ms=60_000))
     cluster.wait_ready("prefill-slow")
@@ -147,7 +147,7 @@ def test_prefill_worker_killed_before_the_first_token_is_retried_elsewhere(
 
 @pytest.mark.parametrize("fault", [Faults(corrupt_every=2), Faults(break_after_rows=3)])
 def test_broken_transfer_is_never_decoded(deploy: Callable[..., Cluster], oracle: Oracle, fault: Faults) -> None:
-    cluster = deploy(0, 1)
+    cluster = deploy(0, 1, router={"probe_timeout": "0"})  # else it is found out before any request
     cluster.worker("prefill", "prefill-bad", faults=fault)
     cluster.wait_ready("prefill-bad")
     cluster.wait_workers(2)
@@ -291,7 +291,7 @@ def test_worker_killed_and_restarted_on_its_address_is_used_again(deploy: Callab
 
 
 def test_peers_with_other_cache_layouts_are_never_paired(deploy: Callable[..., Cluster]) -> None:
-    cluster = deploy(1, 0)
+    cluster = deploy(1, 0, router={"when_pool_empty": "fail"})
     cluster.worker("decode", "decode-bf16", kv_dtype="bf16")
     cluster.wait_ready("decode-bf16")
     with cluster.client(retries=0, timeout_s=30) as client:

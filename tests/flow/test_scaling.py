@@ -93,7 +93,7 @@ def test_every_worker_is_restarted_in_turn_under_load_without_a_failed_request(
 def test_a_drained_prefill_worker_waits_until_its_rows_have_been_fetched(
     deploy: Callable[..., Cluster], oracle: Oracle
 ) -> None:
-    cluster = deploy(0, 1)
+    cluster = deploy(0, 1, router={"probe_timeout": "0"})
     slow = cluster.worker("prefill", "prefill-slow", faults=Faults(delay_ms=300))  # each row
     cluster.wait_ready("prefill-slow")
     cluster.wait_workers(2)

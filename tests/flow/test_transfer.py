@@ -31,7 +31,8 @@ def lossy_deployment(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
 ) -> Iterator[Cluster]:
     """Every transfer is late, and a tenth of them fails."""
-    for cluster in open_cluster(tmp_path_factory.mktemp("lossy"), tiny_model, 0, 1, kv_transport=request.param):
+    folder, router = tmp_path_factory.mktemp("lossy"), {"probe_timeout": "0"}
+    for cluster in open_cluster(folder, tiny_model, 0, 1, router=router, kv_transport=request.param):
         faults = Faults(delay_ms=5, fail_fraction=0.1, seed=5)
         cluster.worker("prefill", "prefill-0", faults=faults, kv_transport=request.param)
         cluster.wait_ready("prefill-0")
@@ -50,7 +51,8 @@ def with_prefill(deploy: Callable[..., Cluster], transport: str) -> Callable[...
     """with_prefill(faults, **options of both workers): a deployment of one faulty prefill and one decode worker."""
 
     def start(faults: Faults, **options: str) -> Cluster:
-        cluster = deploy(0, 1, kv_transport=transport, **options)
+        router = {"probe_timeout": "0", "when_pool_empty": "fail"}  # nothing but what the faulty one does
+        cluster = deploy(0, 1, router=router, kv_transport=transport, **options)
         cluster.worker("prefill", "prefill-0", faults=faults, kv_transport=transport, **options)
         cluster.wait_ready("prefill-0")
         cluster.wait_workers(2)
@@ -85,8 +87,8 @@ def begin_transfer(client: Client, prompt: list[int], **options: object) -> cont
 def test_late_rows_of_a_request_that_is_over_do_not_reach_the_next_one(
     deploy: Callable[..., Cluster], oracle: Oracle, transport: str
 ) -> None:  # L1, L4, L5
-    cluster = deploy(0, 0)
-    second = cluster.router("router-2")
+    cluster = deploy(0, 0, router={"probe_timeout": "0"})
+    second = cluster.router("router-2", probe_timeout="0")
     first = cluster.processes["router"]
     small = {"kv_transport": transport, "memory": "30KiB"}  # 8 rows of 3 layers: one prompt's, not two's
     decode = cluster.worker("decode", "decode-0", routers=f"{first.address},{second.address}", **small)

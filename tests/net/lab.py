@@ -137,7 +137,7 @@ class Spread:
         try:
             cluster.prefixes = {"prefill-0": lab.on(PREFILL_HOST), "decode-0": lab.on(DECODE_HOST)}
             cluster.prefixes["router"] = lab.on(DECODE_HOST)
-            self.router = cluster.router(env=key, host=here)
+            self.router = cluster.router(env=key, host=here, probe_timeout="0" if faults else "10")
             self.prefill = cluster.worker("prefill", "prefill-0", env=key, host=there, faults=faults, **options)
             self.decode = cluster.worker("decode", "decode-0", env=key, host=here, **options)
             cluster.wait_ready()

@@ -152,7 +152,14 @@ async def start(model_dir: Path) -> AsyncIterator[Start]:
     before = asyncio.all_tasks()
 
     async def start_router(**options: Any) -> Api:
-        defaults = {"tokenizer": str(model_dir), "port": 0, "heartbeat_ms": 50, "lease_ms": 1000, "pool_wait": 0.3}
+        defaults = {
+            "tokenizer": str(model_dir),
+            "port": 0,
+            "heartbeat_ms": 50,
+            "lease_ms": 1000,
+            "pool_wait": 0.3,
+            "probe_timeout": 0.0,  # what a worker was asked is what the test asked; test_prober.py has probes
+        }
         router = Router(RouterConfig(**(defaults | options)), RouterMetrics(CollectorRegistry()))
         await router.start()
         running.append(Api(router))

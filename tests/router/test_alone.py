@@ -151,7 +151,7 @@ async def test_prompt_and_answer_by_a_decode_worker_while_no_prefill_worker_is_t
         assert (result.timeline.mode, result.timeline.prefill_worker) == ("aggregated", "d0")
     assert (await api.call("GetPools", v1.GetPoolsRequest())).mode == "aggregated"
     (decision,) = (await api.call("Explain", v1.ExplainRequest(request_id=result.request_id))).decisions
-    assert "the other pool is empty" in decision.reason
+    assert "no pair of workers is there" in decision.reason
     await fakes.prefill()
     await api.ready(2)
     assert (await api.generate(PROMPT, max_tokens=9)).timeline.mode == "split"
@@ -221,6 +221,16 @@ async def test_cancel_frees_the_worker_that_does_all(api: Api, fakes: Deployment
         for _ in range(3):
             await anext(stream)
     await eventually(lambda: not fakes.held, seen=lambda: fakes.held)
+
+
+async def test_a_worker_that_fits_nobody_does_not_stop_a_lone_pool(api: Api, fakes: Deployment) -> None:
+    await fakes.prefill(**ALONE)
+    await fakes.decode("stranger", fingerprint="other")
+    await api.ready(2)
+    assert (await api.generate(PROMPT, max_tokens=9)).timeline.decode_worker == "p0"
+    await fakes.decode("able", fingerprint="other", **ALONE)
+    await api.ready(3)
+    assert (await api.generate(PROMPT, max_tokens=9)).timeline.decode_worker == "able"
 
 
 async def test_fail_names_the_empty_pool_at_once(start: Start) -> None:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from twinpool.results import Pools, Timeline, Usage
 
-_STATE_STYLES = {"ready": "green", "draining": "yellow", "suspect": "red"}
+_STATE_STYLES = {"ready": "green", "draining": "yellow", "suspect": "red", "joining": "cyan", "probing": "cyan"}
 _MODES = {
     "split": "by a prefill and a decode worker",
     "local": "by a decode worker that computed the prompt too",
@@ -31,6 +31,9 @@ def pools_table(pools: Pools) -> Table:
         caption += "; a pool is empty, the other one serves whole answers"
     for size in pools.sizes:
         caption += f"\n{size.pool}: {size.current} joined, {size.desired} desired ({size.reason})"
+    for worker in pools.workers:
+        if worker.reason:
+            caption += f"\n{worker.worker_id} is {worker.state}: {worker.reason}"
     table = Table(caption=caption, caption_justify="left")
     for name in ("pool", "worker", "state", "address"):
         table.add_column(name)
