@@ -177,11 +177,11 @@ class Cluster:
     def client(self, router: str = "router", **options: Any) -> Client:
         return Client(self.processes[router].address, **options)
 
-    def wait_workers(self, count: int, router: str = "router") -> None:
+    def wait_workers(self, count: int, router: str = "router", states: tuple[str, ...] = ("ready",)) -> None:
         with self.client(router) as client:
             wait_until(
-                lambda: sum(w.state == "ready" for w in client.pools().workers) == count,
-                f"{count} workers ready at {router}",
+                lambda: sum(w.state in states for w in client.pools().workers) == count,
+                f"{count} workers {' or '.join(states)} at {router}",
                 START_TIMEOUT_S,
             )
 
@@ -236,10 +236,8 @@ def open_cluster(
         for i in range(decode):
             cluster.worker("decode", f"decode-{i}", **worker_options)
         cluster.wait_ready()
-        if (prefill and decode) or (router or {}).get(
-            "when_pool_empty"
-        ) != "fail":  # else none is ready without a partner
-            cluster.wait_workers(prefill + decode)
+        alone = not (prefill and decode) and (router or {}).get("when_pool_empty") == "fail"
+        cluster.wait_workers(prefill + decode, states=("joining", "ready") if alone else ("ready",))
         yield cluster
     finally:
         cluster.close()
