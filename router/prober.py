@@ -163,6 +163,9 @@ class Prober:
             self._failed(worker, partner, DeadlineExceeded(f"it took more than {self._timeout_s:g} s"))
         except TwinpoolError as error:
             self._failed(worker, partner, error)
+        except Exception as error:  # it is tried again after a pause all the same
+            logger.exception("probe broke", extra={"worker": worker.info.worker_id})
+            self._failed(worker, partner, Internal(f"{error!r}"))
         else:
             self._passed(worker, partner, self._registry.clock() - begun_at)
         finally:
