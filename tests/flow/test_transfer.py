@@ -277,5 +277,5 @@ def test_decode_workers_with_other_rows_join_and_only_pairs_that_fit_are_made(
             used.add(answer.timeline.decode_worker)
     assert used == {"decode-0", "decode-blocks-of-32"}
     assert all(process.popen.poll() is None for process in cluster.processes.values())
-    assert not cluster.processes["decode-bf16"].metric("twinpool_decode_requests_total")
+    assert not cluster.processes["decode-bf16"].metric("twinpool_decode_requests_total", sla_class="interactive")
     cluster.assert_baseline()
