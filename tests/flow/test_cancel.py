@@ -67,7 +67,7 @@ def test_cancelling_three_times_around_the_end_is_harmless(
     with cluster.client() as client:
         for tokens in (1, 2, 3, 8):
             stream = client.stream(PROMPT, max_tokens=tokens, temperature=0, ignore_eos=True)
-            assert list(next(iter(stream)).token_ids) == oracle.answer(PROMPT, 1, ignore_eos=True)
+            assert list(next(iter(stream)).token_ids)[:1] == oracle.answer(PROMPT, 1, ignore_eos=True)
             for _ in range(3):
                 stream.close()
         answer = client.generate(PROMPT, max_tokens=5, temperature=0, ignore_eos=True)
