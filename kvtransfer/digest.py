@@ -46,6 +46,8 @@ class Manifest:
     def first_repeated(self, region: int, positions: Sequence[int]) -> int | None:
         """The first of `positions` that is done already or occurs twice, if any."""
         present = self._present[region]
+        if len(set(positions)) == len(positions) and not any(map(present.__getitem__, positions)):
+            return None
         seen: set[int] = set()
         for position in positions:
             if present[position] or position in seen:
@@ -56,6 +58,11 @@ class Manifest:
     def add(self, region: int, positions: Sequence[int], checksums: Sequence[int]) -> None:
         """Marks positions as done; each must be new and in range."""
         present, known = self._present[region], self._checksums[region]
+        first, count = positions[0], len(positions)
+        if positions == tuple(range(first, first + count)) and len(checksums) == count:  # as nearly always
+            present[first : first + count] = b"\1" * count
+            known[first : first + count] = array("Q", checksums)
+            return
         for position, checksum in zip(positions, checksums, strict=True):
             present[position] = 1
             known[position] = checksum

@@ -100,11 +100,7 @@ class MappedMemory:
         """
         if not rows:
             return []
-        last = self.num_bytes - rows[0].nbytes
-        for offset in offsets:
-            if not 0 <= offset <= last:
-                raise ValueError(f"{rows[0].nbytes} bytes at {offset} do not fit into {self.num_bytes}")
-        destinations = [self._address + offset for offset in offsets]
+        destinations = self.places(offsets, rows[0].nbytes)
         checksums = native.copy_rows(destinations, rows)
         if checksums is not None:
             return checksums
@@ -113,6 +109,13 @@ class MappedMemory:
             ctypes.memmove(destination, address_of(row), row.nbytes)
             checksums.append(row_checksum(row))  # after the copy: the row is in the processor's cache now
         return checksums
+
+    def places(self, offsets: Sequence[int], num_bytes: int) -> list[int]:
+        """Addresses of those offsets. Raises ValueError when one has no room for `num_bytes`."""
+        for offset in (min(offsets), max(offsets)):
+            if not 0 <= offset <= self.num_bytes - num_bytes:
+                raise ValueError(f"{num_bytes} bytes at {offset} do not fit into {self.num_bytes}")
+        return [self._address + offset for offset in offsets]
 
     def close(self) -> None:
         self._mapping.close()

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvtransfer.region import RowViews
+
 log = logging.getLogger(__name__)
 
 MIN_ROW_BYTES = 241  # kMinRowBytes of xxh3.h: shorter rows are not worth a call
@@ -35,6 +37,7 @@ class _RowStream(ctypes.Structure):
         ("checksums", _POINTER),
         ("moved", _SIZE),
         ("hashed", _SIZE),
+        ("looks", _SIZE),
         ("lanes", ctypes.c_uint64 * 8),
     )
 
@@ -45,6 +48,9 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "twinpool_kv_copy_rows": (_POINTER, _POINTER, _SIZE, _SIZE, _INT, _POINTER),
     "twinpool_kv_send": (_INT, _POINTER),
     "twinpool_kv_receive": (_INT, _POINTER, _POINTER),
+    "twinpool_kv_write": (_INT, _POINTER, _POINTER),
+    "twinpool_kv_verify": (_INT, _POINTER, _POINTER),
+    "twinpool_kv_look": (_INT, ctypes.c_long),
 }
 
 
@@ -102,33 +108,42 @@ def copy_rows(destinations: Sequence[int], rows: Sequence[memoryview]) -> list[i
 
 
 class SendingRows:
-    """Rows on their way into a plain stream socket, behind `head` and followed by their checksums."""
+    """Rows on their way into a plain stream socket, behind `head` and followed by their checksums; or, with `there`, to
+    those addresses while only `head` and the checksums, each after its row, go into the socket.
+    """
 
-    def __init__(self, library: ctypes.CDLL, head: bytes, rows: Sequence[memoryview]) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, head: bytes, rows: Sequence[memoryview], there: Sequence[int] | None
+    ) -> None:
         self.checksums: Any = (ctypes.c_uint64 * len(rows))()  # int each, complete when `advance` has returned True
         self._library = library
+        self._there = None if there is None else (_POINTER * len(rows))(*there)
         self._kept = (rows, addresses(rows))  # the stream points into them
         self._stream = _stream(self._kept[1], rows, self.checksums, head)
 
     def advance(self, descriptor: int) -> bool:
         """Hashes and sends what goes without waiting. True when all is out. OSError of the socket."""
-        result = self._library.twinpool_kv_send(descriptor, ctypes.byref(self._stream))
+        if self._there is None:
+            result = self._library.twinpool_kv_send(descriptor, ctypes.byref(self._stream))
+        else:
+            result = self._library.twinpool_kv_write(descriptor, ctypes.byref(self._stream), self._there)
         if result < 0:
             raise OSError(-result, os.strerror(-result))
         return bool(result)
 
 
-def sending(head: bytes, rows: Sequence[memoryview]) -> SendingRows | None:
+def sending(head: bytes, rows: Sequence[memoryview], there: Sequence[int] | None = None) -> SendingRows | None:
     """None where it has to be done in another way."""
     loaded = library()
-    return None if loaded is None or rows[0].nbytes < MIN_ROW_BYTES else SendingRows(loaded, head, rows)
+    return None if loaded is None or rows[0].nbytes < MIN_ROW_BYTES else SendingRows(loaded, head, rows, there)
 
 
 def receive_rows(
-    descriptor: int, rows: Sequence[memoryview], on_silence: Callable[[int], None]
+    descriptor: int, rows: Sequence[memoryview], on_silence: Callable[[int], None], *, in_place: bool = False
 ) -> tuple[list[int], list[int]] | None:
     """Waits for rows and their checksums on a blocking plain stream socket. (checksums computed, checksums sent).
 
+    in_place: only the checksums come, each when the other end has written its row by itself.
     on_silence(bytes received so far): when the socket's own timeout has passed; it raises, or the wait goes on.
     None where it has to be done in another way. EOFError when the other end has closed, OSError of the socket.
     """
@@ -138,13 +153,20 @@ def receive_rows(
     computed, sent = (ctypes.c_uint64 * len(rows))(), (ctypes.c_uint64 * len(rows))()
     there = addresses(rows)
     stream = _stream(there, rows, computed, b"")
-    while (result := loaded.twinpool_kv_receive(descriptor, ctypes.byref(stream), sent)) == -errno.EAGAIN:
+    receive = loaded.twinpool_kv_verify if in_place else loaded.twinpool_kv_receive
+    while (result := receive(descriptor, ctypes.byref(stream), sent)) == -errno.EAGAIN:
         on_silence(stream.moved)
     if result < 0:
         raise OSError(-result, os.strerror(-result))
     if not result:
         raise EOFError
     return list(computed), list(sent)
+
+
+def look(descriptor: int, seconds: float) -> bool:
+    """Whether something comes on a socket so soon; does not sleep. False without the library."""
+    loaded = library()
+    return loaded is not None and bool(loaded.twinpool_kv_look(descriptor, int(seconds * 1e9)))
 
 
 def _stream(there: Any, rows: Sequence[memoryview], checksums: Any, head: bytes) -> _RowStream:
@@ -160,4 +182,6 @@ def _stream(there: Any, rows: Sequence[memoryview], checksums: Any, head: bytes)
 
 def addresses(rows: Sequence[memoryview]) -> ctypes.Array[ctypes.c_void_p]:
     """Of the first bytes of writable buffers, as a C array."""
+    if isinstance(rows, RowViews):
+        return (_POINTER * len(rows))(*rows.addresses())
     return (_POINTER * len(rows))(*[ctypes.addressof(ctypes.c_char.from_buffer(row)) for row in rows])

@@ -16,9 +16,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from kvtransfer import handshake, wire
+from kvtransfer import handshake, native, wire
 from kvtransfer.digest import commit_context
 from kvtransfer.lease import BEATS, PeerSilent
 from kvtransfer.mapping import LinkMapping
@@ -40,6 +40,7 @@ from twinpool.errors import (
 log = logging.getLogger(__name__)
 
 FRAME_BYTES = 8 << 20  # rows are put into one frame up to this size (one row at least): 64 ms of a 1 Gbit/s link
+ANSWER_S = 150e-6  # how long the thread looks for the answer to a claim or a commit before it sleeps
 FRAME_GRACE_S = 2.0  # a frame whose push has ended may take this long to leave before the link is cut
 DRAIN_POLL_S = 5.0  # how often the log says that source rows of a closed link are still pinned
 IDLE_S = 60.0  # a link without pushes is closed after this long
@@ -97,6 +98,7 @@ class Outbound:
         self._queued_rows = self._queued_bytes = 0
         self._in_flight: Push | None = None  # whose rows the frame being sent reads
         self._sending = False
+        self._answer_is_near = False  # a claim that rows wait for has left, or a commit
         self._frame_rows: _Frame | None = None  # of the frame being sent
         self._frame_began_at = self._frame_deadline = 0.0
         self._idle_since = time.monotonic()
@@ -219,7 +221,7 @@ class Outbound:
             if self._sending != waits_for_room:
                 waits_for_room = self._sending
                 poll.modify(link.fileno(), select.POLLIN | (select.POLLOUT if waits_for_room else 0))
-            timeout_s = 0.0 if more else self._wait_s(link)
+            timeout_s = 0.0 if more or self._looks_for_answer(link) else self._wait_s(link)
             for descriptor, events in poll.poll(timeout_s * 1000):
                 if descriptor == link.fileno() and events != select.POLLOUT:
                     self._heard_at = time.monotonic()
@@ -229,6 +231,13 @@ class Outbound:
                 raise PeerSilent.after(self._address, link.lease_s)
             if self._is_idle():
                 return
+
+    def _looks_for_answer(self, link: Link) -> bool:
+        """An answer that a push has just begun to wait for comes in less time than it takes to sleep and wake up."""
+        if self._sending or not self._answer_is_near:
+            return False
+        self._answer_is_near = False
+        return native.look(link.fileno(), ANSWER_S)
 
     def _take_inbox(self, link: Link) -> None:
         with self._lock:
@@ -297,7 +306,9 @@ class Outbound:
     def _begin_frame(self, link: Link) -> bool:
         while self._control or self._turns:
             if self._control:
-                link.start(self._control.popleft())
+                message = self._control.popleft()
+                self._answer_is_near = link.one_sided and isinstance(message, wire.Claim)
+                link.start(message)
                 self._frame_deadline = math.inf  # it holds no rows, and a receiver that is alive but slow will take it
                 self._sending = True
                 return True
@@ -320,7 +331,7 @@ class Outbound:
 
     def _begin_put(self, link: Link, push: Push, item: Rows) -> bool:
         region = self._outgoing[item.region]
-        size = min(wire.MAX_ROWS_PER_PUT, region.num_rows, max(1, FRAME_BYTES // region.row_bytes))
+        size = min(wire.MAX_ROWS_PER_PUT, region.num_rows, max(1, link.frame_share * FRAME_BYTES // region.row_bytes))
         positions, rows = item.positions[:size], item.rows[:size]
         if len(item.rows) > size:
             self._queues[push.number].appendleft(Rows(item.region, item.positions[size:], item.rows[size:]))
@@ -331,7 +342,7 @@ class Outbound:
             return False
         if self._mapping is not None and push.collected is not None:
             rows = self._mapping.gather(push.collected, item.region, positions)
-        sources = [region.row(row) for row in rows]
+        sources = region.rows(rows)
         put = wire.Put(
             push=push.number,
             token=push.target.token,
@@ -341,18 +352,14 @@ class Outbound:
             positions=wire.pack_u32(positions),
             checksums=b"",
         )
-        if link.one_sided:
-            there = [push.destination(region, position) for position in positions]
-            checksums: Sequence[int] = link.write(item.region, there, sources, deadline=push.deadline)
-            link.start(replace(put, checksums=wire.pack_u64(checksums)))
-        else:
-            checksums = link.start_rows(put, sources)
+        there = [push.destination(region, position) for position in positions] if link.one_sided else ()
+        checksums = link.start_rows(put, sources, there, deadline=push.deadline)
         self._frame_rows = _Frame(item.region, positions, checksums, len(rows) * region.row_bytes)
         return True
 
     def _begin_commit(self, link: Link, push: Push, item: Note) -> None:
         target = push.target
-        push.is_committed = True
+        push.is_committed = self._answer_is_near = True
         link.start(
             wire.Commit(
                 push=push.number,

@@ -333,14 +333,15 @@ class KvReceiver:
     def _put(self, link: Link, put: wire.Put, payload_bytes: int) -> None:
         num_rows = len(put.positions) // 4
         num_bytes = num_rows * self._regions[put.region].row_bytes if put.region < len(self._regions) else -1
-        in_band = 0 if link.one_sided else num_bytes + num_rows * wire.CHECKSUM_BYTES
-        if num_bytes < 0 or payload_bytes != in_band or bool(put.checksums) != link.one_sided:
+        expected = 0 if put.checksums else num_rows * wire.CHECKSUM_BYTES
+        written = bool(put.checksums) or (link.one_sided and link.checksums_follow)  # else the rows are in band
+        if num_bytes < 0 or written != link.one_sided or payload_bytes != expected + (0 if written else num_bytes):
             raise wire.Malformed(f"Put of {num_rows} rows of region {put.region} with {payload_bytes} bytes")
         reservation, taken = None, False
 
-        def take(rows: list[memoryview]) -> tuple[Sequence[int], Sequence[int]]:
+        def take(rows: Sequence[memoryview]) -> tuple[Sequence[int], Sequence[int]]:
             nonlocal taken
-            arrived = (row_checksums(rows), wire.unpack_u64(put.checksums)) if link.one_sided else link.fill_rows(rows)
+            arrived = (row_checksums(rows), wire.unpack_u64(put.checksums)) if put.checksums else link.fill_rows(rows)
             taken = True
             return arrived
 

@@ -237,7 +237,7 @@ class Reservation:
             elif self._claim != (link, message.push):
                 raise ReservationGone("the reservation is in use by another push")
 
-    def land(self, put: wire.Put, take: Callable[[list[memoryview]], tuple[Sequence[int], Sequence[int]]]) -> None:
+    def land(self, put: wire.Put, take: Callable[[Sequence[memoryview]], tuple[Sequence[int], Sequence[int]]]) -> None:
         """Has `take` put the rows of `put` where they belong; it returns their checksums there and as sent.
 
         Raises TransferFailed before anything is written when the rows are not expected, ReservationGone when the
@@ -252,12 +252,12 @@ class Reservation:
             self._began_at = self._began_at or time.monotonic()
             self._landing = True
         try:
-            landed, checksums = take([region.row(row) for row in rows])
-            for position, here, checksum in zip(positions, landed, checksums, strict=True):
-                if here != checksum:
-                    raise ChecksumMismatch(
-                        f"row {position} of region {region.name!r} of request {self.request_id!r} arrived damaged"
-                    )
+            landed, checksums = take(region.rows(rows))
+            damaged = [each[0] for each in zip(positions, landed, checksums, strict=True) if each[1] != each[2]]
+            if damaged:
+                raise ChecksumMismatch(
+                    f"row {damaged[0]} of region {region.name!r} of request {self.request_id!r} arrived damaged"
+                )
             self._manifest.add(put.region, positions, checksums)
             self._num_bytes += len(rows) * region.row_bytes
         finally:

@@ -517,7 +517,13 @@ class FaultyLink:
         for frame in frames:
             self._put_off(partial(self._send_within, *frame))
 
-    def start_rows(self, message: wire.Put, rows: Sequence[memoryview]) -> list[int]:
+    def start_rows(
+        self, message: wire.Put, rows: Sequence[memoryview], there: Sequence[int], *, deadline: float
+    ) -> list[int]:
+        if self._link.one_sided:
+            checksums = self.write(message.region, there, rows, deadline=deadline)
+            self.start(replace(message, checksums=wire.pack_u64(checksums)))
+            return checksums
         checksums = [row_checksum(row) for row in rows]
         self.start(message, [*self._damaged(len(rows), rows), memoryview(wire.pack_u64(checksums))])
         return checksums

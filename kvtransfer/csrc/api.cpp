@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "look.h"
 #include "stream.h"
 #include "xxh3.h"
 
@@ -26,6 +27,8 @@ EXPORT void twinpool_kv_copy_rows(uint8_t* const* to, const uint8_t* const* from
   }
   fence_copies();
 }
+
+EXPORT int twinpool_kv_look(int socket, long ns) { return look(socket, POLLIN, ns); }
 
 EXPORT const char* twinpool_kv_isa() { return isa(); }
 

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <ctime>
 
+#include "look.h"
 #include "xxh3.h"
 
 using namespace twinpool;
@@ -16,20 +16,10 @@ namespace {
 
 // Bytes between the hash and the socket. Sending: so many that the receiver does not run dry meanwhile, so few that
 // they are still in the cache. Receiving: what is hashed at once, in the core's own cache.
-constexpr size_t kSendBytes = 1 << 20;
+constexpr size_t kSendBytes = 2 << 20;
 constexpr size_t kReceiveBytes = 256 << 10;
 
-// A receiver that sleeps costs its sender a wake-up for nearly every segment. So it looks again for a moment, and gives
-// that up for the rest of the message when it was in vain too often: the link is slower than the processor then.
-constexpr int64_t kLookNs = 50'000;
-constexpr int kLooksInVain = 8;
 constexpr size_t kPieces = 64;  // of one system call
-
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#endif
-}
 
 size_t all_rows(const RowStream& stream) { return stream.num_rows * stream.row_bytes; }
 
@@ -82,26 +72,6 @@ size_t pieces(const RowStream& stream, void* trailer, size_t begin, size_t end, 
   return n;
 }
 
-int64_t now_ns() {
-  timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return time.tv_sec * 1'000'000'000 + time.tv_nsec;
-}
-
-// recvmsg without sleeping: fails with EAGAIN when nothing has come for kLookNs.
-ssize_t look(int socket, msghdr* message) {
-  const int64_t until = now_ns() + kLookNs;
-  for (;;) {
-    const ssize_t received = recvmsg(socket, message, MSG_DONTWAIT);
-    if (received >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK)) return received;
-    if (now_ns() > until) {
-      errno = EAGAIN;
-      return -1;
-    }
-    for (int i = 0; i < 32; ++i) relax();
-  }
-}
-
 }  // namespace
 
 int twinpool_kv_send(int socket, RowStream* stream) {
@@ -119,7 +89,12 @@ int twinpool_kv_send(int socket, RowStream* stream) {
     const ssize_t sent = sendmsg(socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent < 0) {
       if (errno == EINTR) continue;
-      return errno == EAGAIN || errno == EWOULDBLOCK ? 0 : -errno;
+      if (errno != EAGAIN && errno != EWOULDBLOCK) return -errno;
+      if (stream->looks < kLooksInVain) {
+        if (look(socket, POLLOUT, kLookNs)) continue;
+        ++stream->looks;
+      }
+      return 0;
     }
     stream->moved += static_cast<size_t>(sent);
   }
@@ -128,18 +103,14 @@ int twinpool_kv_send(int socket, RowStream* stream) {
 
 int twinpool_kv_receive(int socket, RowStream* stream, uint64_t* sent_checksums) {
   const size_t rows = all_rows(*stream), total = rows + 8 * stream->num_rows;
-  int looks = kLooksInVain;
   while (stream->moved < total) {
     iovec vector[kPieces];
     msghdr message{};
     message.msg_iov = vector;
     message.msg_iovlen =
         pieces(*stream, sent_checksums, stream->moved, std::min(total, stream->moved + kReceiveBytes), vector);
-    ssize_t received = looks ? look(socket, &message) : -1;
-    if (received < 0 && (!looks || errno == EAGAIN)) {
-      if (looks) --looks;
-      received = recvmsg(socket, &message, 0);
-    }
+    if (stream->looks < kLooksInVain && !look(socket, POLLIN, kLookNs)) ++stream->looks;
+    const ssize_t received = recvmsg(socket, &message, 0);
     if (received < 0) {
       if (errno == EINTR) continue;
       return -errno;

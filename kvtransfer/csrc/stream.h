@@ -7,7 +7,7 @@
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // One message: header (sender only), rows of row_bytes bytes each, and their checksums, little endian. It may take
-// several calls; `moved`, `hashed` and `lanes` are 0 at first and belong to these functions.
+// several calls; `moved`, `hashed`, `looks` and `lanes` are 0 at first and belong to these functions.
 struct RowStream {
   uint8_t* const* rows;
   size_t num_rows, row_bytes;
@@ -16,11 +16,20 @@ struct RowStream {
   uint64_t* checksums;  // num_rows of them: computed here
   size_t moved;         // bytes of the message sent or received
   size_t hashed;        // bytes of rows
+  size_t looks;         // in vain, for the other end
   uint64_t lanes[8];    // the hash of the row that is begun
 };
 
 // Sends what goes without waiting: 1 when the whole message is out, 0 when there is no more room, or -errno.
 EXPORT int twinpool_kv_send(int socket, RowStream* stream);
+
+// The same over shared memory: each row is copied to its place `there`, and only header and checksums are sent, a
+// checksum once its row is in place (`hashed` counts rows). 1, 0 or -errno as above.
+EXPORT int twinpool_kv_write(int socket, RowStream* stream, uint8_t* const* there);
+
+// Waits until the checksums of all rows have come, and hashes each row then: 1, or 0 when the other end has closed, or
+// -errno.
+EXPORT int twinpool_kv_verify(int socket, RowStream* stream, uint64_t* sent_checksums);
 
 // Waits until the whole message is there (head_bytes is 0): 1, or 0 when the other end has closed, or -errno.
 EXPORT int twinpool_kv_receive(int socket, RowStream* stream, uint64_t* sent_checksums);

@@ -64,6 +64,8 @@ class Link(Protocol):
 
     peer: str  # for people and metrics
     one_sided: bool
+    checksums_follow: bool  # one-sided: a Put may leave first, with each row's checksum as payload once it is in place
+    frame_share: int  # how many times as large as elsewhere a frame may be: it does not keep others waiting for long
 
     def fileno(self) -> int:
         """Readable when `receive_ready` may have something."""
@@ -103,9 +105,12 @@ class Link(Protocol):
     def start(self, message: Message, payload: Sequence[memoryview] = ()) -> None:
         """Begins to send; the payload's memory must not change until `advance` returns True."""
 
-    def start_rows(self, message: Put, rows: Sequence[memoryview]) -> Sequence[int]:
-        """In-band links: begins to send `message` with `rows`, all of one size, and their checksums as its payload.
+    def start_rows(
+        self, message: Put, rows: Sequence[memoryview], there: Sequence[int], *, deadline: float
+    ) -> Sequence[int]:
+        """Begins to send `message`, which has no checksums yet, and has `rows`, all of one size, get to the receiver.
 
+        there: on one-sided links the receiver's rows for them; such a link may `write` them in here, until `deadline`.
         Returns the checksums, which are complete when `advance` has returned True.
         """
 

@@ -231,7 +231,9 @@ class SendingLink(CollectiveLink):
             self._frames.put(rows)
         self._control.start(message, payload)
 
-    def start_rows(self, message: wire.Put, rows: Sequence[memoryview]) -> Sequence[int]:
+    def start_rows(
+        self, message: wire.Put, rows: Sequence[memoryview], there: Sequence[int], *, deadline: float
+    ) -> Sequence[int]:
         checksums = row_checksums(rows)
         self._leaving = True
         self._frames.put(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvtransfer import wire
 from kvtransfer.transports.tcp import TcpLink
@@ -15,6 +16,8 @@ class ControlledLink:
     """
 
     one_sided: bool
+    checksums_follow = False
+    frame_share = 1
 
     def __init__(self, control: TcpLink) -> None:
         self.peer = control.peer
@@ -66,8 +69,13 @@ class ControlledLink:
     def write(self, region: int, rows: Sequence[int], sources: Sequence[memoryview], *, deadline: float) -> list[int]:
         raise TypeError("only the sending end of a one-sided link writes")
 
-    def start_rows(self, message: wire.Put, rows: Sequence[memoryview]) -> Sequence[int]:
-        raise TypeError("only the sending end of an in-band link sends rows")
+    def start_rows(
+        self, message: wire.Put, rows: Sequence[memoryview], there: Sequence[int], *, deadline: float
+    ) -> Sequence[int]:
+        """Of a one-sided link."""
+        checksums = self.write(message.region, there, rows, deadline=deadline)
+        self.start(replace(message, checksums=wire.pack_u64(checksums)))
+        return checksums
 
     def fill_rows(self, rows: Sequence[memoryview]) -> tuple[Sequence[int], Sequence[int]]:
         raise TypeError("only the receiving end of an in-band link receives rows")

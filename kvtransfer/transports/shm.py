@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from kvtransfer import wire
+from kvtransfer import native, wire
 from kvtransfer.memory import MappedMemory, SharedMemory
 from kvtransfer.region import Region
 from kvtransfer.transports import Caps, Link
@@ -111,6 +111,7 @@ class ShmReceiverLink(StreamLink):
     """The decode worker's end: shares the memory and watches the lifeline."""
 
     one_sided = True
+    checksums_follow = True
 
     def __init__(self, sock: socket.socket, peer: str, memory: SharedMemory, layout: wire.Memory) -> None:
         super().__init__(sock, peer)
@@ -146,6 +147,8 @@ class ShmSenderLink(StreamLink):
     """The prefill worker's end: writes into the memory that it was given."""
 
     one_sided = True
+    checksums_follow = True
+    frame_share = 4
 
     def __init__(self, sock: socket.socket, peer: str, regions: Sequence[Region]) -> None:
         super().__init__(sock, peer)
@@ -189,14 +192,37 @@ class ShmSenderLink(StreamLink):
         except (OSError, ValueError) as exc:
             raise PeerLost(f"cannot map the cache memory of {self.peer}: {exc}") from exc
 
+    def start_rows(
+        self, message: wire.Put, rows: Sequence[memoryview], there: Sequence[int], *, deadline: float
+    ) -> Sequence[int]:
+        """The receiver hashes each row while the next is copied."""
+        memory, offsets = self._places(message.region, there, rows)
+        head = wire.encode(message, len(rows) * wire.CHECKSUM_BYTES)
+        self._rows = native.sending(head, rows, memory.places(offsets, rows[0].nbytes))
+        checksums: Sequence[int]
+        if self._rows is not None:
+            checksums = self._rows.checksums
+            return checksums
+        checksums = memory.write(offsets, rows)
+        self._unsent.extend([memoryview(head), memoryview(wire.pack_u64(checksums))])
+        return checksums
+
     def write(self, region: int, rows: Sequence[int], sources: Sequence[memoryview], *, deadline: float) -> list[int]:
-        if self._memory is None:
+        memory, offsets = self._places(region, rows, sources)
+        return memory.write(offsets, sources)
+
+    def _places(
+        self, region: int, rows: Sequence[int], sources: Sequence[memoryview]
+    ) -> tuple[MappedMemory, list[int]]:
+        """Where the rows lie in the receiver's memory."""
+        if region >= len(self._row_bytes) or self._memory is None:
             raise wire.Malformed(f"rows of region {region} before any memory was shared")
         row_bytes, first = self._row_bytes[region], self._offsets[region]
-        for row, source in zip(rows, sources, strict=True):
-            if not 0 <= row < self._num_rows[region] or source.nbytes != row_bytes:
-                raise wire.Malformed(f"row {row} of region {region} with {source.nbytes} bytes")
-        return self._memory.write([first + row * row_bytes for row in rows], sources)
+        num_bytes = sources[0].nbytes  # each: they are of one region
+        for row in (min(rows), max(rows)):
+            if not 0 <= row < self._num_rows[region] or num_bytes != row_bytes:
+                raise wire.Malformed(f"row {row} of region {region} with {num_bytes} bytes")
+        return self._memory, [first + row * row_bytes for row in rows]
 
     def close(self) -> None:
         if self._memory is not None:

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 LOOKS = 4  # in a lease, whether it is over
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _SCRATCH_BYTES = 256 << 10
+_LOOK_S, _LOOKS_IN_VAIN = 150e-6, 2  # messages of one push follow each other: see csrc/look.h
 
 
 class StreamListener:
@@ -82,6 +83,8 @@ class StreamLink:
     """One connection. The socket stays in blocking mode; calls that must not wait say so one by one (MSG_DONTWAIT)."""
 
     one_sided = False
+    checksums_follow = False
+    frame_share = 1
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self.peer = peer
@@ -91,6 +94,7 @@ class StreamLink:
         self._rows: native.SendingRows | None = None
         self._replies = wire.FrameBuffer()
         self._scratch: memoryview | None = None
+        self._looks_in_vain = 0  # for the next message, since one came at once
         self._closing = threading.Lock()
         self._whole = threading.Lock()  # held while `send` sends one message: it may be called from several threads
         sock.settimeout(None)
@@ -104,7 +108,9 @@ class StreamLink:
         self._unsent.append(memoryview(wire.encode(message, size)))
         self._unsent.extend(payload)
 
-    def start_rows(self, message: wire.Put, rows: Sequence[memoryview]) -> Sequence[int]:
+    def start_rows(
+        self, message: wire.Put, rows: Sequence[memoryview], there: Sequence[int], *, deadline: float
+    ) -> Sequence[int]:
         head = wire.encode(message, len(rows) * (rows[0].nbytes + wire.CHECKSUM_BYTES))
         self._rows = native.sending(head, rows) if self._is_plain else None
         checksums: Sequence[int]
@@ -140,6 +146,8 @@ class StreamLink:
                 self._wait(select.POLLOUT, deadline)
 
     def receive(self, *, deadline: float | None = None) -> wire.Frame:
+        if deadline is None and self._looks_in_vain < _LOOKS_IN_VAIN:
+            self._looks_in_vain = 0 if native.look(self._sock.fileno(), _LOOK_S) else self._looks_in_vain + 1
         prefix = wire.parse_prefix(self._read(wire.PREFIX_BYTES, deadline))
         message = wire.parse_header(prefix.kind, self._read(prefix.header_bytes, deadline))
         return wire.Frame(message, prefix.payload_bytes)
@@ -161,7 +169,11 @@ class StreamLink:
 
     def fill_rows(self, rows: Sequence[memoryview]) -> tuple[Sequence[int], Sequence[int]]:
         try:
-            checksums = native.receive_rows(self._sock.fileno(), rows, self._silence()) if self._is_plain else None
+            checksums = None
+            if self._is_plain:
+                checksums = native.receive_rows(
+                    self._sock.fileno(), rows, self._silence(), in_place=self.checksums_follow
+                )
         except OSError as exc:
             raise self._lost(exc) from exc
         except EOFError:
@@ -170,7 +182,7 @@ class StreamLink:
             self._heard_at = time.monotonic()
             return checksums
         sent = bytearray(wire.CHECKSUM_BYTES * len(rows))
-        self.fill([*rows, memoryview(sent)])
+        self.fill([memoryview(sent)] if self.checksums_follow else [*rows, memoryview(sent)])
         return row_checksums(rows), wire.unpack_u64(bytes(sent))
 
     def skip(self, num_bytes: int) -> None:

@@ -1,8 +1,11 @@
 """Native row operations against the xxhash package and plain copies: the same checksums and bytes, and no others."""
 
+import contextlib
 import ctypes
 import logging
 import os
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +51,101 @@ def test_copies_are_exact_and_touch_nothing_else(isa: str) -> None:
         for place, row in zip(places, rows, strict=True):
             expected[place : place + length] = row
         assert there == expected, length
+
+
+@pytest.mark.parametrize("length", [241, 1000, 4096, (1 << 18) + 13])
+def test_rows_are_in_place_when_their_checksum_comes(isa: str, length: int) -> None:
+    source, there = (memoryview(bytearray(size)) for size in (6 * length, 6 * length + 128))
+    source[:] = os.urandom(len(source))
+    rows = [source[index * length : (index + 1) * length] for index in (5, 0, 3)]
+    begin = -address_of(there) % 64
+    landed = [there[begin + index * length : begin + (index + 1) * length] for index in (1, 2, 4)]
+    expected = [xxhash.xxh3_64_intdigest(row) for row in rows]
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sending = native.sending(b"head", rows, [address_of(row) for row in landed])
+        assert sending is not None
+        assert sending.advance(ours.fileno())
+        assert list(sending.checksums) == expected
+        assert theirs.recv(4) == b"head"
+        received = native.receive_rows(theirs.fileno(), landed, _never_silent, in_place=True)
+        assert received == (expected, expected)
+    assert [bytes(row) for row in landed] == [bytes(row) for row in rows]
+    assert bytes(there[: begin + length]) == bytes(begin + length)  # and nothing else was touched
+    assert bytes(there[begin + 5 * length :]) == bytes(len(there) - begin - 5 * length)
+
+
+def test_a_row_that_changes_on_its_way_has_another_checksum_than_was_sent(isa: str) -> None:
+    row = memoryview(bytearray(os.urandom(5000)))
+    landed = memoryview(bytearray(5000))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sending = native.sending(b"", [row], [address_of(landed)])
+        assert sending is not None
+        assert sending.advance(ours.fileno())
+        landed[4999] ^= 1
+        received = native.receive_rows(theirs.fileno(), [landed], _never_silent, in_place=True)
+    assert received == ([xxhash.xxh3_64_intdigest(landed)], [xxhash.xxh3_64_intdigest(row)])
+
+
+def test_no_row_is_written_before_the_receiver_has_taken_what_came_earlier(isa: str) -> None:
+    num_rows, length = 4096, 1 << 12
+    source, there = (memoryview(bytearray(os.urandom(length))) for _ in range(2))
+    before = bytes(there)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        filler = _fill(ours)
+        sending = native.sending(b"head", [source] * num_rows, [address_of(there)] * num_rows)
+        assert sending is not None
+        assert not sending.advance(ours.fileno())
+        assert there == before
+        reader = threading.Thread(target=_read, args=(theirs, filler + 4 + 8 * num_rows))
+        reader.start()
+        while not sending.advance(ours.fileno()):
+            pass
+        reader.join(timeout=60)
+        assert not reader.is_alive()
+    assert list(sending.checksums) == [xxhash.xxh3_64_intdigest(source)] * num_rows
+    assert there == source
+
+
+def test_a_link_that_breaks_or_is_silent_is_told_while_rows_are_awaited(isa: str) -> None:
+    row = memoryview(bytearray(1000))
+    for in_place in (True, False):
+        ours, theirs = socket.socketpair()
+        with theirs:
+            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, b"\0" * 8 + (1000).to_bytes(8, "little"))
+            with pytest.raises(TimeoutError, match="0 bytes"):
+                native.receive_rows(theirs.fileno(), [row], _silent, in_place=in_place)
+            ours.close()
+            with pytest.raises(EOFError):
+                native.receive_rows(theirs.fileno(), [row], _never_silent, in_place=in_place)
+            sending = native.sending(b"head", [row], [address_of(row)] if in_place else None)
+            assert sending is not None
+            with pytest.raises(BrokenPipeError):
+                sending.advance(theirs.fileno())
+
+
+def _never_silent(num_bytes: int) -> None:
+    raise AssertionError(f"no byte after {num_bytes}")
+
+
+def _silent(num_bytes: int) -> None:
+    raise TimeoutError(f"{num_bytes} bytes")
+
+
+def _fill(sock: socket.socket) -> int:
+    """Sends until there is no more room. Returns how many bytes."""
+    filler = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            filler += sock.send(bytes(1000), socket.MSG_DONTWAIT)
+    return filler
+
+
+def _read(sock: socket.socket, num_bytes: int) -> None:
+    while num_bytes:
+        num_bytes -= len(sock.recv(num_bytes))
 
 
 def test_short_rows_are_left_to_the_package() -> None:

@@ -19,13 +19,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer import KvSender, Reservation, SharedMemory, wire
-from kvtransfer.memory import MappedMemory
+from kvtransfer import KvSender, Reservation, SharedMemory, native, wire
+from kvtransfer.memory import MappedMemory, address_of
 from kvtransfer.transports import shm
 from kvtransfer.transports.shm import ShmSenderLink, ShmTransport
 from tests.fakes import Faults
 from tests.kvtransfer.peers import FINGERPRINT, PATIENCE_S, Ends, Pair, eventually, make_regions, rows_of
-from twinpool.errors import ConfigError, PeerLost, TransferTimeout, Unauthenticated
+from twinpool.errors import ChecksumMismatch, ConfigError, PeerLost, TransferTimeout, Unauthenticated
 
 ROOT = Path(__file__).parents[2]
 ANOTHERS = bytes([0xA5]) * 1000  # what another request has in its rows
@@ -147,6 +147,22 @@ def test_only_who_has_the_key_gets_the_memory(pair: Pair, monkeypatch: pytest.Mo
     assert not attached
     stranger.close()
     reservation.release()
+
+
+@pytest.mark.parametrize("has_native", [True, False])
+def test_rows_that_land_elsewhere_are_found_out(pair: Pair, monkeypatch: pytest.MonkeyPatch, has_native: bool) -> None:
+    if not has_native:
+        monkeypatch.setattr(native, "library", lambda: None)
+    pair.assert_serves()
+    elsewhere = memoryview(bytearray(1 << 20))
+    with monkeypatch.context() as patch:
+        patch.setattr(MappedMemory, "places", lambda self, offsets, num_bytes: [address_of(elsewhere)] * len(offsets))
+        reservation, ends = pair.reserve([5, 6])
+        result = pair.send(reservation, [0, 1])
+    assert isinstance(result.error, ChecksumMismatch)
+    assert isinstance(ends.wait(), ChecksumMismatch)
+    assert reservation.release()
+    pair.assert_serves()
 
 
 def test_a_layout_that_leaves_the_shared_memory_is_refused_before_a_byte_is_written(
