@@ -2,10 +2,11 @@
 
 Run: python -m bench.transfer [--seconds S] [--no-ttft]
 
-Every round measures, one after the other, for each row size: a memory copy of scattered rows (one thread), the other
-ways of transfer_peers.py (a raw TCP socket, gRPC, and Mooncake and NIXL where they are installed) with the same rows,
-and a whole transfer (reserve, push, verify, commit) over each transport. The table shows medians over the rounds, with
-the CPU seconds of both ends. Then whole requests are timed (transfer_ttft.py); the last line is one JSON object.
+Every round measures, in another order each time, for each row size: a memory copy of scattered rows (one thread), the
+other ways of transfer_peers.py (a raw TCP socket, gRPC, and Mooncake and NIXL where they are installed) with the same
+rows, and a whole transfer (reserve, push, verify, commit) over each transport. The table shows medians over the rounds,
+with quartiles of the ratios, and the CPU seconds of both ends. Then whole requests are timed (transfer_ttft.py); the
+last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -204,13 +205,15 @@ class Bench:
         contenders: dict[str, Callable[[str], float]] = {"memcpy": self.memcpy}
         contenders |= {kind: partial(self.peer, kind) for kind in self._peers}
         contenders |= {transport: partial(self.transfer, transport) for transport in TRANSPORTS}
-        samples = {}
-        for kind, measure in contenders.items():
+        samples: dict[str, Sample] = {}
+        order = list(contenders.items())
+        random.Random(self._seed).shuffle(order)
+        for kind, measure in order:
             self._seed += 2
             cpu = self._cpu_seconds()
             seconds = measure(name)
             samples[kind] = Sample(seconds=seconds, cpu_seconds=self._cpu_seconds() - cpu)
-        return samples
+        return {kind: samples[kind] for kind in contenders}
 
     def _cpu_seconds(self) -> float:
         """Spent by both processes so far."""
@@ -258,8 +261,9 @@ def main() -> None:
     if not options.no_ttft:
         print(
             f"2,048 tokens: the transfer adds {result['ttft_transfer_share_2048']:.1%} to a TTFT of "
-            f"{result['ttft_ms_2048']} ms; {result['handoff_ms_2048']} ms from the first to the second token, where a "
-            f"decode step takes {result['decode_step_ms']} ms"
+            f"{result['ttft_ms_2048']} ms; {result['handoff_ms_2048']} ms from the last layer to the first decode "
+            f"step, where a step takes {result['decode_step_ms']} ms; {result['second_token_ms_2048']} ms between the "
+            "first two tokens"
         )
     print(json.dumps(result))
 
@@ -295,28 +299,33 @@ def report(rounds: dict[str, list[dict[str, Sample]]]) -> dict[str, Any]:
         f"{MOVED_BYTES >> 20} MiB of scattered rows, {len(rounds['1m'])} rounds, "
         f"{os.cpu_count()} CPUs ({platform.machine()}), load {os.getloadavg()[0]:.1f}"
     )
-    print(f"{'rows':>5} {'':>10} {'GB/s':>7} {'CPU s/GB':>9} {'of socket':>10} {'of memcpy':>10}")
+    print(f"{'rows':>5} {'':>10} {'GB/s':>7} {'CPU s/GB':>9} {'of socket':>16} {'of memcpy':>16}")
     result: dict[str, Any] = {"bench": "transfer", **describe()}
     kinds = list(rounds["1m"][0])
     for name in ROW_SIZES:
         for kind in kinds:
             speed = statistics.median(samples[kind].gb_per_s for samples in rounds[name])
             cpu = statistics.median(samples[kind].cpu_s_per_gb for samples in rounds[name])
-            of_socket, of_memcpy = (ratio(rounds[name], kind, limit) for limit in ("socket", "memcpy"))
-            print(f"{name:>5} {kind:>10} {speed:7.2f} {cpu:9.3f} {of_socket:10.2f} {of_memcpy:10.2f}")
-            if kind in TRANSPORTS:
-                result |= {f"{kind}_socket_ratio_{name}": of_socket, f"{kind}_memcpy_ratio_{name}": of_memcpy}
+            shown = ""
+            for limit in ("socket", "memcpy"):
+                low, middle, high = quartiles(rounds[name], kind, limit)
+                shown += f" {f'{middle:.2f} ({low:.2f}-{high:.2f})':>16}"
+                if kind in TRANSPORTS:
+                    result |= {f"{kind}_{limit}_ratio_{name}": middle}
+            print(f"{name:>5} {kind:>10} {speed:7.2f} {cpu:9.3f}{shown}")
             result |= {f"{kind}_gb_per_s_{name}": round(speed, 3), f"{kind}_cpu_s_per_gb_{name}": round(cpu, 3)}
     for other in ("grpc", "mooncake", "nixl"):
-        result[f"tcp_vs_{other}"] = ratio(rounds["1m"], "tcp", other) if other in kinds else None
+        result[f"tcp_vs_{other}"] = quartiles(rounds["1m"], "tcp", other)[1] if other in kinds else None
     wire_ratio = wire_bytes_ratio()
     print(f"bytes on the wire with int8, headers included: {wire_ratio:.4f} of bf16's rows (head size {HEAD_DIM})")
     return result | {"wire_bytes_ratio": round(wire_ratio, 4)}
 
 
-def ratio(rounds: Sequence[dict[str, Sample]], kind: str, other: str) -> float:
-    """The speed of `kind` over that of `other`, the median of the rounds."""
-    return round(statistics.median(samples[other].seconds / samples[kind].seconds for samples in rounds), 3)
+def quartiles(rounds: Sequence[dict[str, Sample]], kind: str, other: str) -> tuple[float, float, float]:
+    """The speed of `kind` over that of `other`, round by round: lower quartile, median, upper quartile."""
+    ratios = [samples[other].seconds / samples[kind].seconds for samples in rounds]
+    low, middle, high = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return round(low, 3), round(middle, 3), round(high, 3)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ class DecodeMetrics:
             "queue_seconds", "Submitted until rows were reserved.", REQUEST_SECONDS, by_class
         )
         self.reserved_seconds = histogram("reserved_seconds", "Rows reserved until the commit.", REQUEST_SECONDS)
+        self.start_seconds = histogram("start_seconds", "Commit until the first step begins.", TOKEN_SECONDS)
         self.request_seconds = histogram("request_seconds", "Commit until the last token.", REQUEST_SECONDS, by_class)
         self.step_seconds = histogram("step_seconds", "One step, sampling included.", TOKEN_SECONDS)
         self.batch_sequences = histogram("batch_sequences", "Sequences in a step.", BATCH_SEQUENCES)

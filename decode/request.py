@@ -148,6 +148,7 @@ class Generation:
     compute_s: float = 0.0  # its share, by tokens, of the steps that computed them
     prompt_logprobs: list[Sampled] = field(default_factory=list)
     reserved_at: float = 0.0
+    arrived_at: float = 0.0  # when the commit came, until the first step begins
     committed_at: float = 0.0
     last_token_at: float = 0.0  # of any of its choices
     sequences: list[Sequence] = field(default_factory=list)  # unfinished choices

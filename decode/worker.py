@@ -170,6 +170,7 @@ class Worker:
 
     def _step(self, sequences: list[Sequence]) -> None:
         begin = time.monotonic()
+        self._note_starts(sequences, begin)
         try:
             sampled = self._compute(sequences)
         except Exception as error:
@@ -181,6 +182,12 @@ class Worker:
         self._metrics.batch_sequences.observe(len(sequences))
         self._num_tokens += len(sequences)
         self._scheduler.advance(sequences, sampled, now)
+
+    def _note_starts(self, sequences: Items[Sequence], now: float) -> None:
+        for generation in (each.generation for each in sequences):
+            if generation.arrived_at:
+                self._metrics.start_seconds.observe(now - generation.arrived_at)
+                generation.arrived_at = 0.0
 
     def _compute(self, sequences: Items[Sequence]) -> list[Sampled]:
         items = [BatchItem(each.output_token_ids[-1:], each.num_tokens - 1, each.block_ids) for each in sequences]
@@ -227,12 +234,13 @@ class Worker:
             rows={"kv": block_ids},
             tokens={"kv": len(request.token_ids)},
             timeout_s=timeout_s,
-            on_commit=lambda commit: self._inbox.put(partial(self._committed, generation, commit)),
+            on_commit=lambda commit: self._inbox.put(partial(self._committed, generation, commit, time.monotonic())),
             on_failed=lambda error: self._inbox.put(partial(self._scheduler.transfer_failed, generation, error)),
             on_fenced=lambda: self._inbox.put(partial(self._scheduler.fenced, generation)),
         )
 
-    def _committed(self, generation: Generation, commit: Commit) -> None:
+    def _committed(self, generation: Generation, commit: Commit, arrived_at: float) -> None:
+        generation.arrived_at = arrived_at
         try:
             first = self._decode_note(commit.note)
         except TransferFailed as error:

@@ -96,10 +96,9 @@ class Outbound:
         self._turns: deque[int] = deque()  # pushes with something queued, each once
         self._control: deque[wire.Claim | wire.Abort | wire.Heartbeat] = deque()  # goes out before any rows
         self._queued_rows = self._queued_bytes = 0
-        self._in_flight: Push | None = None  # whose rows the frame being sent reads
         self._sending = False
         self._answer_is_near = False  # a claim that rows wait for has left, or a commit
-        self._frame_rows: _Frame | None = None  # of the frame being sent
+        self._leaving: list[tuple[Push, _Frame | None]] = []  # of the frames being sent, those of a push, with its rows
         self._frame_began_at = self._frame_deadline = 0.0
         self._idle_since = time.monotonic()
         self._heard_at = self._sent_at = math.inf  # last bytes of the receiver, last frame for it; once linked
@@ -202,8 +201,8 @@ class Outbound:
         for push in self._pushes.values():
             push.closed.set()
             self._report(push, error, error_name(error))
-        if self._in_flight is not None:
-            self._in_flight.closed.set()
+        for push, _ in self._leaving:
+            push.closed.set()
         self._count_queued(-self._queued_rows, -self._queued_bytes)
         self._reports.forget()
 
@@ -283,25 +282,44 @@ class Outbound:
             self._control.append(wire.Heartbeat())
 
     def _send_some(self, link: Link) -> bool:
-        """Goes on with the frame begun, or begins the next. True when there is more to send without waiting."""
-        if not self._sending and not self._begin_frame(link):
-            return False
+        """Goes on with the frames begun, or begins the next. True when there is more to send without waiting."""
+        if not self._sending:
+            if not self._begin_frame(link):
+                return False
+            while self._may_begin_another(link):
+                self._begin_frame(link)
         if not link.advance():
             return False
         self._sending = False
-        frame, self._frame_rows = self._frame_rows, None
+        leaving, self._leaving = self._leaving, []
         self._sent_at = time.monotonic()
-        push, self._in_flight = self._in_flight, None
-        if push is not None:
+        for push, frame in leaving:
             if frame is not None:
                 push.manifest.add(frame.region, frame.positions, frame.checksums)
                 push.num_rows += len(frame.positions)
                 push.num_bytes += frame.num_bytes
-                push.sending_s += self._sent_at - self._frame_began_at
+                push.sending_s += (self._sent_at - self._frame_began_at) / len(leaving)
                 self._reports.moved(len(frame.positions), frame.num_bytes)
             if push.number not in self._pushes:  # it ended while its last frame left
                 push.closed.set()
         return bool(self._control or self._turns)
+
+    def _may_begin_another(self, link: Link) -> bool:
+        """Frames of rows leave together, up to the size of one large one: what lies between two of them takes long for
+        a processor whose cache is full of rows. A push's rows of one region do not: the second may repeat the first.
+        """
+        if not link.takes_several or self._control or not self._turns:
+            return False
+        push = self._pushes.get(self._turns[0])
+        item = None if push is None else self._queues[push.number][0]
+        if not isinstance(item, Rows):
+            return False
+        left = link.frame_share * FRAME_BYTES
+        for other, frame in self._leaving:
+            if frame is None or (other is push and frame.region == item.region):
+                return False
+            left -= frame.num_bytes
+        return bool(self._leaving) and len(item.rows) * self._outgoing[item.region].row_bytes <= left
 
     def _begin_frame(self, link: Link) -> bool:
         while self._control or self._turns:
@@ -315,21 +333,23 @@ class Outbound:
             push = self._pushes.get(self._turns.popleft())
             if push is None:
                 continue
-            self._frame_began_at = time.monotonic()
+            if not self._leaving:
+                self._frame_began_at, self._frame_deadline = time.monotonic(), math.inf
             item = self._queues[push.number].popleft()
+            frame = None
             if isinstance(item, Note):
                 self._begin_commit(link, push, item)
-            elif not self._begin_put(link, push, item):
+            elif (frame := self._begin_put(link, push, item)) is None:
                 continue
             if self._queues[push.number]:
                 self._turns.append(push.number)
-            self._in_flight = push
-            self._frame_deadline = push.deadline + FRAME_GRACE_S
+            self._leaving.append((push, frame))
+            self._frame_deadline = min(self._frame_deadline, push.deadline + FRAME_GRACE_S)
             self._sending = True
             return True
         return False
 
-    def _begin_put(self, link: Link, push: Push, item: Rows) -> bool:
+    def _begin_put(self, link: Link, push: Push, item: Rows) -> _Frame | None:
         region = self._outgoing[item.region]
         size = min(wire.MAX_ROWS_PER_PUT, region.num_rows, max(1, link.frame_share * FRAME_BYTES // region.row_bytes))
         positions, rows = item.positions[:size], item.rows[:size]
@@ -339,7 +359,7 @@ class Outbound:
         repeated = push.manifest.first_repeated(item.region, positions)
         if repeated is not None:
             self._give_up(push, TransferFailed(f"position {repeated} of region {region.name!r} was put twice"))
-            return False
+            return None
         if self._mapping is not None and push.collected is not None:
             rows = self._mapping.gather(push.collected, item.region, positions)
         sources = region.rows(rows)
@@ -352,10 +372,9 @@ class Outbound:
             positions=wire.pack_u32(positions),
             checksums=b"",
         )
-        there = [push.destination(region, position) for position in positions] if link.one_sided else ()
+        there = push.destinations(region, positions) if link.one_sided else ()
         checksums = link.start_rows(put, sources, there, deadline=push.deadline)
-        self._frame_rows = _Frame(item.region, positions, checksums, len(rows) * region.row_bytes)
-        return True
+        return _Frame(item.region, positions, checksums, len(rows) * region.row_bytes)
 
     def _begin_commit(self, link: Link, push: Push, item: Note) -> None:
         target = push.target
@@ -454,7 +473,7 @@ class Outbound:
                 self._count_queued(-len(item.rows), -len(item.rows) * self._outgoing[item.region].row_bytes)
         if not self._pushes:
             self._idle_since = time.monotonic()
-        if self._in_flight is push:  # `closed` follows when its frame is out
+        if any(push is each for each, _ in self._leaving):  # `closed` follows when its frame is out
             self._frame_deadline = min(self._frame_deadline, time.monotonic() + FRAME_GRACE_S)
         else:
             push.closed.set()

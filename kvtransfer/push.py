@@ -165,9 +165,10 @@ class Push:
         """The receiver has told where every position goes (one-sided links)."""
         return all(len(self.granted[group]) == span.size - span.first for group, span in self.target.spans.items())
 
-    def destination(self, region: Region, position: int) -> int:
-        """The receiver's row for `position`, once granted."""
-        return self.granted[region.group][position - self._span(region).first]
+    def destinations(self, region: Region, positions: Sequence[int]) -> list[int]:
+        """The receiver's rows for these positions, once granted."""
+        granted, first = self.granted[region.group], self._span(region).first
+        return [granted[position - first] for position in positions]
 
     def finish(self, error: TwinpoolError | None, report: Callable[[PushResult], None]) -> None:
         """The end, and `report` of it before the owner knows. Called by the link's thread; ignored after the first."""

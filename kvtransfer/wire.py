@@ -212,7 +212,8 @@ class Put:
     """Sender to receiver: rows of one region; the payload is their bytes in the order of `positions`, then a u64 each,
     little endian: their checksums, which come last so that rows are hashed while they are sent.
 
-    On a one-sided link there is no payload: the rows are in the receiver's memory when the frame leaves.
+    On a one-sided link there is no payload: the rows are in the receiver's memory when the frame leaves. Over shared
+    memory it may leave earlier, with the checksums alone as payload: each leaves when its row is in place.
     """
 
     KIND: ClassVar[int] = 5

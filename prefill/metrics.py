@@ -41,6 +41,9 @@ class PrefillMetrics:
         self.generating = gauge("generating", "Answers generated here that hold rows.")
         self.queue_seconds = histogram("queue_seconds", "Received until admitted.", REQUEST_SECONDS, by_class)
         self.prefill_seconds = histogram("prefill_seconds", "Admitted until sampled.", REQUEST_SECONDS, by_class)
+        self.sample_seconds = histogram(
+            "sample_seconds", "Last layer computed until the first tokens were sampled.", TOKEN_SECONDS
+        )
         self.step_seconds = histogram("step_seconds", "One forward step.", TOKEN_SECONDS)
         self.batch_prompts = histogram("batch_prompts", "Prompts in a step.", BATCH_SEQUENCES)
         self.batch_tokens = histogram("batch_tokens", "Tokens in a step.", TOKENS)

@@ -275,8 +275,11 @@ class Worker:
 
     def _sample(self, sequences: list[Sequence], hidden: torch.Tensor) -> list[tuple[Sequence, list[Sampled]]]:
         """hidden: [sequences, hidden], the last token of each prompt."""
+        begin = time.monotonic()
         sampled = first_tokens(self._engine, [sequence.prompt for sequence in sequences], hidden)
         now = time.monotonic()
+        if not all(sequence.output for sequence in sequences):
+            self._metrics.sample_seconds.observe(now - begin)
         for sequence in sequences:
             sequence.sampled_at = now
         return list(zip(sequences, sampled, strict=True))
@@ -288,10 +291,6 @@ class Worker:
             self._generate(sequence, tokens[0])
             return
         queue_s, prefill_s = sequence.admitted_at - sequence.received_at, sequence.sampled_at - sequence.admitted_at
-        self._metrics.queue_seconds.labels(name).observe(queue_s)
-        self._metrics.prefill_seconds.labels(name).observe(prefill_s)
-        self._metrics.prompt_tokens.labels(name).inc(len(request.token_ids))
-        self._metrics.cached_tokens.labels(name).inc(sequence.num_cached)
         first = FirstTokens(
             tokens=tokens,
             cached_tokens=min(sequence.num_cached, request.num_prompt_tokens),
@@ -300,16 +299,22 @@ class Worker:
             prompt_logprobs=sequence.prompt_logprobs,
             compute_ms=sequence.compute_s * 1000,
         )
+        if (
+            sequence.push is not None and not request.generate
+        ):  # before anything else: this is what the decode worker waits for
+            self._transferring.add(sequence)
+            note = self._encode_note(first)
+            sequence.push.commit(note, lambda result: self._inbox.put(partial(self._acknowledged, sequence, result)))
         sequence.emit(first)
+        self._metrics.queue_seconds.labels(name).observe(queue_s)
+        self._metrics.prefill_seconds.labels(name).observe(prefill_s)
+        self._metrics.prompt_tokens.labels(name).inc(len(request.token_ids))
+        self._metrics.cached_tokens.labels(name).inc(sequence.num_cached)
         if request.generate:
             self._generate(sequence, tokens[0])
             return
         if sequence.push is None:
             self._end(sequence)
-            return
-        self._transferring.add(sequence)
-        note = self._encode_note(first)
-        sequence.push.commit(note, lambda result: self._inbox.put(partial(self._acknowledged, sequence, result)))
 
     def _generate(self, sequence: Sequence, token: Sampled) -> None:
         self._metrics.generated_tokens.inc()

@@ -65,6 +65,7 @@ class Link(Protocol):
     peer: str  # for people and metrics
     one_sided: bool
     checksums_follow: bool  # one-sided: a Put may leave first, with each row's checksum as payload once it is in place
+    takes_several: bool  # `start_rows` may be called again before `advance` has returned True
     frame_share: int  # how many times as large as elsewhere a frame may be: it does not keep others waiting for long
 
     def fileno(self) -> int:

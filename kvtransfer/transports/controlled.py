@@ -17,6 +17,7 @@ class ControlledLink:
 
     one_sided: bool
     checksums_follow = False
+    takes_several = False
     frame_share = 1
 
     def __init__(self, control: TcpLink) -> None:

@@ -3,8 +3,8 @@
  1. The receiver's cache lies in a SharedMemory. It listens on an abstract unix socket with a random name, which leaves
     nothing behind when the process dies, and takes connections of its own user only.
  2. After the handshake it passes two descriptors: the memory, and the writing end of a pipe, the lifeline.
- 3. The sender maps the memory, asks for each push which rows it may write (Claim, Granted), writes them, and then sends
-    the same messages as on any other link, without payload.
+ 3. The sender maps the memory and asks for each push which rows it may write (Claim, Granted). A Put leaves first; then
+    its rows are copied into place, and each one's checksum follows as the payload, once the row is there.
 
 The sender does the writing, so closing the socket fences nothing: a sender that is frozen in the middle of a copy goes
 on with it when it thaws. It fences one push by Abort or Commit, and all of them by giving up the lifeline, which it
@@ -148,7 +148,7 @@ class ShmSenderLink(StreamLink):
 
     one_sided = True
     checksums_follow = True
-    frame_share = 4
+    frame_share = 8
 
     def __init__(self, sock: socket.socket, peer: str, regions: Sequence[Region]) -> None:
         super().__init__(sock, peer)
@@ -198,10 +198,11 @@ class ShmSenderLink(StreamLink):
         """The receiver hashes each row while the next is copied."""
         memory, offsets = self._places(message.region, there, rows)
         head = wire.encode(message, len(rows) * wire.CHECKSUM_BYTES)
-        self._rows = native.sending(head, rows, memory.places(offsets, rows[0].nbytes))
+        sending = native.sending(head, rows, memory.places(offsets, rows[0].nbytes))
         checksums: Sequence[int]
-        if self._rows is not None:
-            checksums = self._rows.checksums
+        if sending is not None:
+            self._rows.append(sending)
+            checksums = sending.checksums
             return checksums
         checksums = memory.write(offsets, rows)
         self._unsent.extend([memoryview(head), memoryview(wire.pack_u64(checksums))])

@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 LOOKS = 4  # in a lease, whether it is over
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _SCRATCH_BYTES = 256 << 10
-_LOOK_S, _LOOKS_IN_VAIN = 150e-6, 2  # messages of one push follow each other: see csrc/look.h
+_LOOK_S = 150e-6  # for the next message of a busy link: see csrc/look.h
+_BUSY_S = 1e-3
 
 
 class StreamListener:
@@ -84,6 +85,7 @@ class StreamLink:
 
     one_sided = False
     checksums_follow = False
+    takes_several = True
     frame_share = 1
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
@@ -91,10 +93,10 @@ class StreamLink:
         self._sock = sock
         self._is_plain = type(sock) is socket.socket  # its descriptor carries the bytes as they are
         self._unsent: deque[memoryview] = deque()
-        self._rows: native.SendingRows | None = None
+        self._rows: deque[native.SendingRows] = deque()
         self._replies = wire.FrameBuffer()
         self._scratch: memoryview | None = None
-        self._looks_in_vain = 0  # for the next message, since one came at once
+        self._is_busy = False  # the last message came soon after the one before
         self._closing = threading.Lock()
         self._whole = threading.Lock()  # held while `send` sends one message: it may be called from several threads
         sock.settimeout(None)
@@ -112,23 +114,24 @@ class StreamLink:
         self, message: wire.Put, rows: Sequence[memoryview], there: Sequence[int], *, deadline: float
     ) -> Sequence[int]:
         head = wire.encode(message, len(rows) * (rows[0].nbytes + wire.CHECKSUM_BYTES))
-        self._rows = native.sending(head, rows) if self._is_plain else None
+        sending = native.sending(head, rows) if self._is_plain else None
         checksums: Sequence[int]
-        if self._rows is not None:
-            checksums = self._rows.checksums
+        if sending is not None:
+            self._rows.append(sending)
+            checksums = sending.checksums
             return checksums
         checksums = row_checksums(rows)
         self._unsent.extend([memoryview(head), *rows, memoryview(wire.pack_u64(checksums))])
         return checksums
 
     def advance(self) -> bool:
-        if self._rows is not None:
+        while self._rows:
             try:
-                if not self._rows.advance(self._sock.fileno()):
+                if not self._rows[0].advance(self._sock.fileno()):
                     return False
             except OSError as exc:
                 raise self._lost(exc) from exc
-            self._rows = None
+            self._rows.popleft()
         while self._unsent:
             try:
                 sent = self._sock.sendmsg(list(islice(self._unsent, _IOV_MAX)), (), socket.MSG_DONTWAIT)
@@ -146,9 +149,11 @@ class StreamLink:
                 self._wait(select.POLLOUT, deadline)
 
     def receive(self, *, deadline: float | None = None) -> wire.Frame:
-        if deadline is None and self._looks_in_vain < _LOOKS_IN_VAIN:
-            self._looks_in_vain = 0 if native.look(self._sock.fileno(), _LOOK_S) else self._looks_in_vain + 1
+        began_at = time.monotonic()
+        if deadline is None and self._is_busy and self._is_plain:
+            native.look(self._sock.fileno(), _LOOK_S)
         prefix = wire.parse_prefix(self._read(wire.PREFIX_BYTES, deadline))
+        self._is_busy = time.monotonic() < began_at + _BUSY_S
         message = wire.parse_header(prefix.kind, self._read(prefix.header_bytes, deadline))
         return wire.Frame(message, prefix.payload_bytes)
 
@@ -247,7 +252,7 @@ class StreamLink:
 
     def close(self) -> None:
         self._unsent.clear()
-        self._rows = None
+        self._rows.clear()
         with self._closing:  # or `cut` could shut down whoever gets this descriptor next
             self._sock.close()
 

@@ -292,7 +292,7 @@ def test_rows_of_a_long_prompt_travel_while_it_is_computed(
                 (push,) = {sequence.push for sequence in pair.prefill._open}
                 assert push is not None
                 end = time.monotonic() + TIMEOUT_S
-                while push._outbound._queued_rows or push._outbound._in_flight or push._outbound._inbox:
+                while push._outbound._queued_rows or push._outbound._leaving or push._outbound._inbox:
                     assert time.monotonic() < end, "rows wait for the end of the prompt"
                     time.sleep(0.0002)
                 left.append(push.num_rows)
@@ -324,6 +324,9 @@ def test_a_slow_transfer_shows_in_its_own_figures_and_in_no_others(engine: Engin
         assert call.transferred.transfer_wait_ms >= 200
         assert pair.sample("twinpool_prefill_transfer_wait_seconds_sum") >= 0.2
         assert pair.sample("twinpool_decode_reserved_seconds_sum") >= 0.2
+        for name in ("prefill_sample", "decode_start"):  # the rest of the way from the last layer to the first step
+            assert pair.sample(f"twinpool_{name}_seconds_count") == 1
+            assert 0 < pair.sample(f"twinpool_{name}_seconds_sum") < total_s - 0.2
         # prefill, the wait and the decoding follow one another: none of them contains the delay a second time
         before_ms = call.first.queue_ms + call.first.prefill_ms
         assert before_ms + call.transferred.transfer_wait_ms + call.ended.decode_ms <= 1000 * total_s + 50

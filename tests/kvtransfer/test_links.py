@@ -41,7 +41,7 @@ def fill_up(pair: Pair, frozen: FakeReceiver, *, timeout_s: float) -> tuple[Push
     push._outbound._link._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)  # type: ignore[union-attr]
     for layer in range(3):
         push.put(layer, range(64), range(64))
-    eventually(lambda: push._outbound._in_flight is push)
+    eventually(lambda: any(each is push for each, _ in push._outbound._leaving))
     samples = [-1]
     while samples[-5:] != [samples[-1]] * 5 or samples[-1] < 0:
         time.sleep(0.05)

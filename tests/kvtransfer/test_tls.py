@@ -172,7 +172,7 @@ def test_one_thread_sends_while_another_waits_to_receive(secure: Pair) -> None:
     push = secure.open(reservation)
     eventually(lambda: secure.receiver._links)
     link = next(iter(secure.receiver._links))
-    eventually(lambda: link._is_secure)  # type: ignore[attr-defined]
+    eventually(lambda: all(each._link for each in secure.sender._links.values()))  # all hands have been shaken
     stop = threading.Event()
 
     def chatter() -> None:
