@@ -1,9 +1,10 @@
 """One link of the prefill worker to one decode worker, and the thread that runs it.
 
 The thread connects, then loops: take what the pushes have queued (descriptors, never bytes), end pushes whose deadline
-has passed, send at most one frame, look for answers. Frames are bounded and pushes take turns, so that a short request
-does not wait behind a long one and an abort is quick. A full socket is the backpressure: the thread then waits for
-room, answers, new work or the next deadline, whichever comes first: a slow receiver delays nothing but its own frames.
+has passed, send one frame, or a few that together are no larger, look for answers. Frames are bounded and pushes take
+turns, so that a short request does not wait behind a long one and an abort is quick. A full socket is the backpressure:
+the thread then waits for room, answers, new work or the next deadline, whichever comes first: a slow receiver delays
+nothing but its own frames.
 """
 
 from __future__ import annotations
@@ -307,8 +308,9 @@ class Outbound:
     def _may_begin_another(self, link: Link) -> bool:
         """Frames of rows leave together, up to the size of one large one: what lies between two of them takes long for
         a processor whose cache is full of rows. A push's rows of one region do not: the second may repeat the first.
+        Nor do mapped rows, which are made in memory that all frames share.
         """
-        if not link.takes_several or self._control or not self._turns:
+        if not link.takes_several or self._mapping is not None or self._control or not self._turns:
             return False
         push = self._pushes.get(self._turns[0])
         item = None if push is None else self._queues[push.number][0]
@@ -327,7 +329,10 @@ class Outbound:
                 message = self._control.popleft()
                 self._answer_is_near = link.one_sided and isinstance(message, wire.Claim)
                 link.start(message)
-                self._frame_deadline = math.inf  # it holds no rows, and a receiver that is alive but slow will take it
+                if not self._leaving:
+                    self._frame_deadline = (
+                        math.inf
+                    )  # it holds no rows, and a receiver that is alive but slow will take it
                 self._sending = True
                 return True
             push = self._pushes.get(self._turns.popleft())
