@@ -200,8 +200,8 @@ class Outbound:
         for push, _ in late:
             self._pushes.setdefault(push.number, push)  # opened too late to be known, or ended already
         for push in self._pushes.values():
-            push.closed.set()
             self._report(push, error, error_name(error))
+            push.closed.set()  # last: who has waited for it finds the error
         for push, _ in self._leaving:
             push.closed.set()
         self._count_queued(-self._queued_rows, -self._queued_bytes)
