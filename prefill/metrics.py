@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from kvtransfer.metrics import NONE
 from service.metrics import (
     BATCH_SEQUENCES,
     GIGABYTES_PER_SECOND,
@@ -86,7 +87,7 @@ class SenderLink(LinkFigures):
         self._queued_rows = figures.queued_rows.labels(*self._at)
         self._queued_bytes = figures.queued_bytes.labels(*self._at)
         reconnects = figures.reconnects.labels(*self._at)
-        if figures.peers.failed_before(self._at[1]):
+        if transport != NONE and figures.peers.failed_before(self._at[1]):
             reconnects.inc()
 
     def queued(self, rows: int, num_bytes: int) -> None:

@@ -16,7 +16,7 @@ from prefill.metrics import PrefillMetrics
 from service import peers
 from tests.fakes import Faults, injected
 from tests.kvtransfer.peers import FINGERPRINT, KEY, PATIENCE_S, Ends, FakeReceiver, Pair, eventually, make_regions
-from tests.kvtransfer.test_lease import LEASE_S, Peer
+from tests.kvtransfer.test_lease import Peer
 from twinpool.errors import ChecksumMismatch, Incompatible, Internal, PeerLost, ReservationGone, TransferTimeout
 
 ROW_BYTES = 1000
@@ -229,6 +229,21 @@ def test_a_link_made_after_a_broken_one_is_a_reconnect(transport: str) -> None:
     observed.close()
 
 
+def test_only_a_link_that_comes_about_is_a_reconnect(observed: Observed, transport: str) -> None:
+    reservation, _ = observed.pair.reserve([1])
+    observed.receiver.close()
+    for attempt in range(1, 4):
+        assert isinstance(observed.pair.send(reservation, [1]).error, PeerLost), attempt
+    failed = {"transport": "none", "peer": "decode-a"}
+    assert observed.sent("transfer_failures_total", error="PeerLost", **failed) == 3
+    assert observed.sent("link_reconnects_total") == observed.sent("links_open") == 0
+    observed.receiver = observed.pair.receiver = observed.make_receiver()  # it comes back
+    observed.receiver.introduce_as("decode-a")
+    observed.send([1], request_id="r2")
+    assert observed.sent("link_reconnects_total", transport=transport, peer="decode-a") == 1
+    assert observed.sent("link_reconnects_total", **failed) == 0
+
+
 def test_the_quarantine_of_a_frozen_senders_rows_shows_until_it_lets_go(
     observed: Observed, processes: list[Peer], transport: str
 ) -> None:
@@ -272,7 +287,6 @@ def test_a_frozen_receiver_is_a_lost_lease_of_the_sender(
     assert observed.sent("lost_leases_total", **held) == 1
     assert observed.sent("transfer_failures_total", error="PeerLost", **held) == 1
     eventually(lambda: observed.sent("links_open", **held) == 0, "the end of the link")
-    assert LEASE_S < PATIENCE_S
 
 
 def test_reservations_that_nobody_claims_and_rows_that_come_late(observed: Observed) -> None:
