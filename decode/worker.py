@@ -40,7 +40,7 @@ WAITING_S = 0.05  # the same while requests wait for rows, which they may not do
 def regions(cache: KvCache) -> list[Region]:
     """The cache as kvtransfer sees it: one region a layer, all in the group "kv"."""
     row = cache.layout
-    planes = tuple(Plane(item_bytes=size) for size in row.item_bytes)
+    planes = tuple(Plane(item_bytes=size, is_shared=row.is_shared) for size in row.item_bytes)
     layout = RowLayout(tokens=row.block_size, num_heads=row.num_kv_heads, planes=planes)
     return [
         Region(name=f"layer.{i}", group="kv", buffer=buffer.numpy().data, row_bytes=row.row_bytes, layout=layout)

@@ -16,10 +16,11 @@ import torch
 from engine import memory, models, ops, sampling
 from engine.batch import Batch
 from engine.block_pool import BlockPool
-from engine.kv_cache import KV_DTYPES, Allocate, KvCache, KvLayout
+from engine.kv_cache import KV_DTYPES, Allocate, KvCache
 from engine.loading import Checkpoint
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
+from engine.models.latent_attention import FORMS
 from engine.quantization import AS_LOADED, WEIGHT_FORMATS
 from twinpool.errors import ConfigError
 
@@ -49,6 +50,7 @@ class Engine:
         dtype: str = "bf16",
         kv_dtype: str = "int8",
         weights: str = AS_LOADED,
+        latent_form: str = "absorbed",
         block_size: int = 64,
         memory_bytes: int,
         threads: int = 0,
@@ -57,7 +59,8 @@ class Engine:
         """Reads a Hugging Face directory and allocates a cache of `memory_bytes` (beside the weights).
 
         backend: a key of engine.ops; dtype: of weights and activations; weights: how matrices are held, one of
-        engine.quantization.WEIGHT_FORMATS; block_size: tokens a block; threads: that one operator may use, 0: one a
+        engine.quantization.WEIGHT_FORMATS; latent_form: in which form latent attention is computed, one of
+        engine.models.latent_attention.FORMS; block_size: tokens a block; threads: that one operator may use, 0: one a
         core; allocate: where the cache's memory comes from, when not from torch.
         Raises ConfigError for a directory, option or memory size that cannot work, before anything big is read where
         possible.
@@ -65,24 +68,25 @@ class Engine:
         _check_choice("dtype", dtype, DTYPES)
         _check_choice("kv_dtype", kv_dtype, KV_DTYPES)
         _check_choice("weights", weights, WEIGHT_FORMATS)
+        _check_choice("latent_form", latent_form, FORMS)
         if block_size < 1:
             raise ConfigError(f"block_size is {block_size}: it must be at least 1", field="block_size")
         operators = ops.load(backend)
         operators.set_num_threads(threads or len(os.sched_getaffinity(0)))
         config = ModelConfig.read(model_dir)
-        layout = KvLayout(
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            block_size=block_size,
-            kv_dtype=kv_dtype,
-        )
+        layout = models.cache_layout(config, block_size, kv_dtype)
         checkpoint = Checkpoint(model_dir)
         _check_memory(config.num_parameters * (DTYPES[dtype].itemsize if weights == AS_LOADED else 1), memory_bytes)
         with torch.inference_mode():
             cache = KvCache(layout, memory_bytes // layout.block_bytes, allocate=allocate)
             model = models.read(
-                config, checkpoint, operators, DTYPES[dtype], int8_cache=kv_dtype == "int8", weights=weights
+                config,
+                checkpoint,
+                operators,
+                DTYPES[dtype],
+                int8_cache=kv_dtype == "int8",
+                weights=weights,
+                latent_form=latent_form,
             )
         # Both int8 formats hold the same numbers: rows of either come from the same model.
         held = f"dtype={dtype}" if weights == AS_LOADED else f"dtype={dtype} weights=int8"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -32,6 +33,11 @@ class KvLayout:
     head_dim: int
     block_size: int  # tokens a row
     kv_dtype: str  # a key of KV_DTYPES
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether a row belongs to all heads at once."""
+        return False
 
     @property
     def item_bytes(self) -> tuple[int, ...]:
@@ -67,6 +73,19 @@ class KvLayout:
             f"{' scales=token-head-fp16 keys=balanced-hadamard/v1' if self.kv_dtype == 'int8' else ''}"
         )
 
+    def view(self, buffer: torch.Tensor) -> KvView:
+        """uint8 [num_rows, row_bytes] seen as what it holds."""
+        plane, scale = self._plane_bytes, self._scale_bytes
+        shape = (self.num_kv_heads, self.block_size, self.head_dim)
+        dtype = KV_DTYPES[self.kv_dtype]
+        k = buffer[:, :plane].view(dtype).unflatten(1, shape)
+        v = buffer[:, plane : 2 * plane].view(dtype).unflatten(1, shape)
+        if not scale:
+            return KvView(k=k, v=v, k_scale=None, v_scale=None)
+        k_scale = buffer[:, 2 * plane : 2 * plane + scale].view(torch.float16).unflatten(1, shape[:2])
+        v_scale = buffer[:, 2 * plane + scale :].view(torch.float16).unflatten(1, shape[:2])
+        return KvView(k=k, v=v, k_scale=k_scale, v_scale=v_scale)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvView:
@@ -86,15 +105,34 @@ class KvView:
         return self.k.shape[2]
 
 
+class Layout(Protocol):
+    """What rows are like, whatever attention they are for: KvLayout, or engine.latent_cache.LatentLayout."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def is_shared(self) -> bool: ...
+    @property
+    def item_bytes(self) -> tuple[int, ...]: ...
+    @property
+    def row_bytes(self) -> int: ...
+    @property
+    def block_bytes(self) -> int: ...
+    def describe(self) -> str: ...
+    def view(self, buffer: torch.Tensor) -> Any: ...
+
+
 Allocate = Callable[[int], memoryview]  # of so many writable, zeroed bytes, which live as long as they are looked at
 
 
 class KvCache:
     """All layers' regions. `buffers[i]`: layer i's, uint8 [num_rows, row_bytes]; `views[i]`: the same memory, typed."""
 
-    def __init__(
-        self, layout: KvLayout, num_rows: int, device: str = "cpu", *, allocate: Allocate | None = None
-    ) -> None:
+    def __init__(self, layout: Layout, num_rows: int, device: str = "cpu", *, allocate: Allocate | None = None) -> None:
         """allocate: where host memory comes from, when not from torch."""
         if num_rows < 1:
             raise ConfigError(
@@ -116,17 +154,4 @@ class KvCache:
             raise ConfigError(
                 f"cannot allocate {num_rows * layout.block_bytes} bytes of KV cache: lower --memory"
             ) from exc
-        self.views = [self._view(buffer) for buffer in self.buffers]
-
-    def _view(self, buffer: torch.Tensor) -> KvView:
-        lay = self.layout
-        plane, scale = lay._plane_bytes, lay._scale_bytes
-        shape = (lay.num_kv_heads, lay.block_size, lay.head_dim)
-        dtype = KV_DTYPES[lay.kv_dtype]
-        k = buffer[:, :plane].view(dtype).unflatten(1, shape)
-        v = buffer[:, plane : 2 * plane].view(dtype).unflatten(1, shape)
-        if not scale:
-            return KvView(k=k, v=v, k_scale=None, v_scale=None)
-        k_scale = buffer[:, 2 * plane : 2 * plane + scale].view(torch.float16).unflatten(1, shape[:2])
-        v_scale = buffer[:, 2 * plane + scale :].view(torch.float16).unflatten(1, shape[:2])
-        return KvView(k=k, v=v, k_scale=k_scale, v_scale=v_scale)
+        self.views = [layout.view(buffer) for buffer in self.buffers]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -34,6 +34,10 @@ class Checkpoint:
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._file_of.keys()
 
     def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A copy of tensor `name` in `dtype`; fp8 in blocks is dequantized.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config_json import number, read_json, size
+from engine.latent_config import LatentConfig, parse_latent
 from engine.loading import FP8_BLOCK
 from engine.moe_config import MoeConfig, parse_moe
 from engine.rope import RopeParams, parse_rope
@@ -31,6 +32,7 @@ FAMILIES = {
     "qwen2": Family(qkv_bias=True, max_positions=32768),
     "qwen3": Family(qk_norm=True, head_dim=128, max_positions=32768),
     "qwen3_moe": Family(qk_norm=True, max_positions=32768),
+    "deepseek_v3": Family(max_positions=4096),
     "mixtral": Family(theta=1e6, rms_norm_eps=1e-5, max_positions=131072),
 }
 
@@ -58,6 +60,7 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     moe: MoeConfig | None = None  # None: dense
+    latent: LatentConfig | None = None  # None: K and V of every KV head are cached
 
     @property
     def num_parameters(self) -> int:
@@ -71,18 +74,20 @@ class ModelConfig:
 
     def _parameters(self, num_experts: int | None) -> int:
         sparse = sum(self.moe.sparse_layers) if self.moe is not None else 0
-        per_channel = (
-            self.num_layers * self._attention_elements + (self.num_layers - sparse) * 3 * self.intermediate_size
-        )
+        per_channel = (self.num_layers - sparse) * 3 * self.intermediate_size
         if self.moe is not None and num_experts is not None:
             experts = num_experts * self.moe.expert_elements + 3 * self.moe.shared_size + self.moe.num_experts
             per_channel += sparse * experts
-        return self.hidden_size * (per_channel + self.vocab_size * (1 if self.tie_word_embeddings else 2))
+        per_channel += self.vocab_size * (1 if self.tie_word_embeddings else 2)
+        return self.num_layers * self._attention_parameters + self.hidden_size * per_channel
 
     @property
-    def _attention_elements(self) -> int:
-        """Of one layer's attention, for each hidden channel."""
-        return (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim  # q and o, k and v
+    def _attention_parameters(self) -> int:
+        """Of one layer's attention."""
+        if self.latent is not None:
+            return self.latent.num_parameters(self.hidden_size, self.num_heads)
+        heads = 2 * self.num_heads + 2 * self.num_kv_heads  # q and o, k and v
+        return self.hidden_size * heads * self.head_dim
 
     @classmethod
     def read(cls, model_dir: Path) -> ModelConfig:
@@ -108,14 +113,15 @@ class ModelConfig:
         family = FAMILIES[model_type]
         hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
         kv_heads = size(config, "num_key_value_heads", heads)
-        head_dim = size(config, "head_dim", family.head_dim or hidden // heads)
+        max_positions = size(config, "max_position_embeddings", family.max_positions)
+        rope = parse_rope(config, family.theta, max_positions)
+        latent = parse_latent(config, rope) if model_type == "deepseek_v3" else None
+        head_dim = size(config, "head_dim", family.head_dim or hidden // heads) if latent is None else latent.qk_dim
         if heads % kv_heads:
             raise ConfigError(f"config.json: {heads} attention heads are no multiple of {kv_heads} key-value heads")
         if head_dim % 2:
             raise ConfigError(f"config.json: head_dim {head_dim} is odd, rotary embeddings need pairs")
         num_layers = size(config, "num_hidden_layers")
-        max_positions = size(config, "max_position_embeddings", family.max_positions)
-        rope = parse_rope(config, family.theta, max_positions)
         attention_bias = bool(config.get("attention_bias", False))
         eos = generation.get("eos_token_id", config.get("eos_token_id"))
         return cls(
@@ -138,6 +144,7 @@ class ModelConfig:
             bos_token_id=next(iter(_token_ids("bos_token_id", config.get("bos_token_id"))), None),
             eos_token_ids=_token_ids("eos_token_id", eos),
             moe=parse_moe(config, num_layers),
+            latent=latent,
         )
 
 

@@ -109,6 +109,7 @@ def _load(config: PrefillConfig) -> Engine:
         dtype=config.dtype,
         kv_dtype=config.kv_dtype,
         weights=config.weights,
+        latent_form="plain",
         block_size=config.block_size,
         memory_bytes=config.memory,
         threads=config.threads or len(os.sched_getaffinity(0)),

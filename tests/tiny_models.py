@@ -84,6 +84,53 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "intermediate_size": 64,
     },
+    "deepseek-v3": {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 20,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 48,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 256,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        "num_nextn_predict_layers": 0,
+    },
+    "deepseek-v3-halves": {
+        "model_type": "deepseek_v3",
+        "num_attention_heads": 20,
+        "num_key_value_heads": 20,
+        "q_lora_rank": None,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 0,
+        "rope_interleave": False,
+        "attention_bias": True,
+        "num_nextn_predict_layers": 0,
+    },
     "qwen3-bias": {"model_type": "qwen3", "head_dim": 16, "attention_bias": True, "num_key_value_heads": 1},
 }
 _ARCHITECTURES = {
@@ -92,6 +139,7 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 
 
@@ -136,14 +184,31 @@ def random_weights(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]
         linear(f"{name}.{up}", hidden, width, bias)
         linear(f"{name}.{down}", width, hidden, bias)
 
+    def latent_attention(name: str) -> None:
+        has_bias, q_rank, kv_rank = config.get("attention_bias", False), config["q_lora_rank"], config["kv_lora_rank"]
+        nope, rope, value = (config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+        if q_rank is None:
+            linear(f"{name}.q_proj", hidden, heads * (nope + rope), False)
+        else:
+            linear(f"{name}.q_a_proj", hidden, q_rank, has_bias)
+            norm(f"{name}.q_a_layernorm", q_rank)
+            linear(f"{name}.q_b_proj", q_rank, heads * (nope + rope), False)
+        linear(f"{name}.kv_a_proj_with_mqa", hidden, kv_rank + rope, has_bias)
+        norm(f"{name}.kv_a_layernorm", kv_rank)
+        linear(f"{name}.kv_b_proj", kv_rank, heads * (nope + value), False)
+        linear(f"{name}.o_proj", heads * value, hidden, has_bias)
+
     normal("model.embed_tokens.weight", config["vocab_size"], hidden, std=0.4)
     for index in range(config["num_hidden_layers"]):
         attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
         norm(f"model.layers.{index}.input_layernorm", hidden)
-        linear(f"{attention}.q_proj", hidden, heads * head_dim, qkv_bias)
-        linear(f"{attention}.k_proj", hidden, kv_heads * head_dim, qkv_bias)
-        linear(f"{attention}.v_proj", hidden, kv_heads * head_dim, qkv_bias)
-        linear(f"{attention}.o_proj", heads * head_dim, hidden, config.get("attention_bias", False))
+        if config["model_type"] == "deepseek_v3":
+            latent_attention(attention)
+        else:
+            linear(f"{attention}.q_proj", hidden, heads * head_dim, qkv_bias)
+            linear(f"{attention}.k_proj", hidden, kv_heads * head_dim, qkv_bias)
+            linear(f"{attention}.v_proj", hidden, kv_heads * head_dim, qkv_bias)
+            linear(f"{attention}.o_proj", heads * head_dim, hidden, config.get("attention_bias", False))
         if config["model_type"] in ("qwen3", "qwen3_moe"):
             norm(f"{attention}.q_norm", head_dim)
             norm(f"{attention}.k_norm", head_dim)
@@ -152,6 +217,14 @@ def random_weights(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]
             linear(f"{mlp}.gate", hidden, config["num_experts"], False)
             for expert in range(config["num_experts"]):
                 gated(f"{mlp}.experts.{expert}", config["moe_intermediate_size"])
+        elif config["model_type"] == "deepseek_v3" and index >= config["first_k_dense_replace"]:
+            linear(f"{mlp}.gate", hidden, config["n_routed_experts"], False)
+            normal(f"{mlp}.gate.e_score_correction_bias", config["n_routed_experts"], std=0.1)
+            for name in ("gate.weight", "gate.e_score_correction_bias"):
+                weights[f"{mlp}.{name}"] = weights[f"{mlp}.{name}"].float()
+            for expert in range(config["n_routed_experts"]):
+                gated(f"{mlp}.experts.{expert}", config["moe_intermediate_size"])
+            gated(f"{mlp}.shared_experts", config["moe_intermediate_size"] * config.get("n_shared_experts", 1))
         elif config["model_type"] == "mixtral":
             sparse = f"model.layers.{index}.block_sparse_moe"
             linear(f"{sparse}.gate", hidden, config["num_local_experts"], False)

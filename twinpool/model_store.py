@@ -35,6 +35,7 @@ Progress = Callable[[str, float], None]  # what is going on, and how much of it 
 
 LOCK_TIMEOUT_S = 1800.0
 DOWNLOAD_TIMEOUT_S = 3600.0
+DESCRIBE_TIMEOUT_S = 120.0  # torch is slow to import on a busy machine
 CONVERT_TIMEOUT_S = 3600.0
 _MANIFEST = "twinpool-store.json"  # file sizes of a stored model, written last
 
@@ -147,6 +148,24 @@ def convert(source: Path, target: Path) -> None:
     if process.returncode != 0:
         reason = lines[-1].removeprefix("twinpool convert: ") if lines else f"exit status {process.returncode}"
         raise ConfigError(f"{source} could not be converted: {reason}", field="model")
+
+
+def describe(model: Path, context: int, memory_gib: float) -> str:
+    """What `model`, a directory with config.json or that file, needs, as lines. Raises ConfigError where unknown."""
+    arguments = (str(model), "--context", str(context), "--memory", str(memory_gib))
+    done = subprocess.run(
+        module_command("engine.describe", *arguments),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        env=module_environment(),
+        text=True,
+        timeout=DESCRIBE_TIMEOUT_S,
+    )
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines()
+        reason = lines[-1].removeprefix("twinpool convert: ") if lines else f"exit status {done.returncode}"
+        raise ConfigError(reason, field="model")
+    return done.stdout
 
 
 def _ensure_converted(gguf: Path, progress: Progress) -> Path:

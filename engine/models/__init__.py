@@ -6,9 +6,12 @@ from types import ModuleType
 
 import torch
 
+from engine.kv_cache import KvLayout, Layout
+from engine.latent_cache import LatentLayout
 from engine.loading import Checkpoint
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
+from engine.models.deepseek_v3 import read_deepseek_v3
 from engine.models.dense import read_dense
 from engine.models.grouped_moe import read_grouped_moe
 from engine.models.projections import Reader
@@ -19,7 +22,27 @@ MODELS = {
     "qwen3": read_dense,
     "qwen3_moe": read_grouped_moe,
     "mixtral": read_grouped_moe,
+    "deepseek_v3": read_deepseek_v3,
 }
+
+
+def cache_layout(config: ModelConfig, block_size: int, kv_dtype: str) -> Layout:
+    """What a row of the model's cache is like. block_size: tokens a row; kv_dtype: a key of KV_DTYPES."""
+    if config.latent is not None:
+        return LatentLayout(
+            num_layers=config.num_layers,
+            rank=config.latent.kv_rank,
+            rope_dim=config.latent.rope_dim,
+            block_size=block_size,
+            kv_dtype=kv_dtype,
+        )
+    return KvLayout(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+        kv_dtype=kv_dtype,
+    )
 
 
 def read(
@@ -30,8 +53,11 @@ def read(
     *,
     int8_cache: bool,
     weights: str,
+    latent_form: str,
 ) -> Decoder:
     """int8_cache: whether keys are changed to fit one, see engine.models.int8_keys; weights: how matrices are held, see
-    engine.quantization. Raises ConfigError when the checkpoint does not hold what the config implies."""
-    reader = Reader(config, checkpoint, ops, dtype, int8_cache=int8_cache, weights=weights)
+    engine.quantization; latent_form: see engine.models.latent_attention.
+    Raises ConfigError when the checkpoint does not hold what the config implies.
+    """
+    reader = Reader(config, checkpoint, ops, dtype, int8_cache=int8_cache, weights=weights, latent_form=latent_form)
     return MODELS[config.model_type](reader)

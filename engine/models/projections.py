@@ -24,7 +24,8 @@ from engine.quantization import AS_LOADED, W8A8, W8A16
 class Reader:
     """Names of transformers, shapes of the config; for int8 in the turned basis of engine.models.int8_weights.
 
-    int8_cache: whether the cache holds int8, which attention may want to prepare for.
+    int8_cache: whether the cache holds int8, which attention may want to prepare for; latent_form: see
+    engine.models.latent_attention.
     """
 
     def __init__(
@@ -36,9 +37,10 @@ class Reader:
         *,
         int8_cache: bool,
         weights: str,
+        latent_form: str,
     ) -> None:
         self.config, self.checkpoint, self.ops, self.dtype = config, checkpoint, ops, dtype
-        self.int8_cache, self.weights = int8_cache, weights
+        self.int8_cache, self.weights, self.latent_form = int8_cache, weights, latent_form
         self.basis = None if weights == AS_LOADED else residual_basis(config.hidden_size)
 
     def embedding(self) -> torch.Tensor:

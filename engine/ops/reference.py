@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.kv_cache import KvView
+from engine.ops.reference_latent import gather_latents, latent_attention, quantize, store_latents
 from engine.ops.reference_linear import Linear, linear, pack_linear
 from engine.ops.reference_moe import (
     Experts,
@@ -31,7 +32,9 @@ __all__ = [
     "decode_attention",
     "decoder",
     "gather_kv",
+    "gather_latents",
     "grouped_linear",
+    "latent_attention",
     "linear",
     "moe_experts",
     "moe_gating_top_k",
@@ -45,6 +48,7 @@ __all__ = [
     "set_num_threads",
     "silu_mul",
     "store_kv",
+    "store_latents",
 ]
 
 NAME = "reference"
@@ -79,18 +83,6 @@ def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor)
         return torch.cat((a * c - b * s, b * c + a * s), dim=-1)
 
     return rotate(q), rotate(k)
-
-
-def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symmetric int8 over the last axis: (codes int8 [..., D], scales fp16 [...]).
-
-    scale = fp16(max|x| / 127), kept at least the smallest normal fp16 so that a zero vector gives zeros; codes are
-    x / scale with the ROUNDED scale, to the nearest even integer, clamped to -127 .. 127.
-    """
-    x32 = x.float()
-    scale = (x32.abs().amax(-1) / 127).clamp(6.104e-05, 65504).to(torch.float16)
-    codes = (x32 / scale.float().unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8)
-    return codes, scale
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, view: KvView, slots: torch.Tensor) -> None:

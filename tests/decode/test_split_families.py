@@ -11,7 +11,7 @@ from tests import tiny_models
 from tests.decode.pair import alone, greedy, load_engine, open_pair
 from tests.decode.test_split_pools import prompt_of, prompts
 
-KINDS = ["qwen3-moe"]
+KINDS = ["qwen3-moe", "deepseek-v3"]
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -1,0 +1,100 @@
+"""The paged cache of latent attention (MLA): for each token one latent and one rotated key, which all heads share.
+
+A row holds a block of tokens, token-major. As bf16 or fp32 latent and key lie side by side, as decode attention reads
+them; as int8 they are planes of their own:
+
+    latents [block_size, rank] and rope [block_size, rope_dim] as one plane [block_size, rank + rope_dim]    bf16 | fp32
+
+    latents [block_size, rank]      int8, with one scale a token
+    rope    [block_size, rope_dim]  bf16: few numbers, which scores hang on
+    scales  [block_size]            fp16
+
+No head owns any of it: it is shipped once, however many heads or ranks read it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+from engine.kv_cache import KV_DTYPES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentLayout:
+    """Shape of every row of every layer's region."""
+
+    num_layers: int
+    rank: int
+    rope_dim: int
+    block_size: int  # tokens a row
+    kv_dtype: str  # a key of KV_DTYPES
+
+    @property
+    def num_kv_heads(self) -> int:
+        return 1
+
+    @property
+    def is_shared(self) -> bool:
+        return True
+
+    @property
+    def item_bytes(self) -> tuple[int, ...]:
+        """The planes of a row, in order: bytes for each token."""
+        if self.kv_dtype == "int8":
+            return self.rank, 2 * self.rope_dim, 2
+        return ((self.rank + self.rope_dim) * KV_DTYPES[self.kv_dtype].itemsize,)
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(self.item_bytes) * self.block_size
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that one block of tokens takes over all layers."""
+        return self.num_layers * self.row_bytes
+
+    def describe(self) -> str:
+        """Everything two caches must agree on to exchange rows, as one line (part of the fingerprint)."""
+        return (
+            f"layers={self.num_layers} latent={self.rank} rope={self.rope_dim} dtype={self.kv_dtype} order=latents/v1"
+            f"{' rope-dtype=bf16 scales=token-fp16' if self.kv_dtype == 'int8' else ''}"
+        )
+
+    def view(self, buffer: torch.Tensor) -> LatentView:
+        """uint8 [num_rows, row_bytes] seen as what it holds."""
+        ends = [0]
+        for size in self.item_bytes:
+            ends.append(ends[-1] + size * self.block_size)
+        planes = [buffer[:, begin:end] for begin, end in itertools.pairwise(ends)]
+        if self.kv_dtype == "int8":
+            latents, rope, scale = planes
+            return LatentView(
+                latents=latents.view(torch.int8).unflatten(1, (self.block_size, self.rank)),
+                rope=rope.view(torch.bfloat16).unflatten(1, (self.block_size, self.rope_dim)),
+                scale=scale.view(torch.float16),
+                joint=None,
+            )
+        joint = planes[0].view(KV_DTYPES[self.kv_dtype]).unflatten(1, (self.block_size, -1))
+        latents, rope = joint.split((self.rank, self.rope_dim), dim=2)
+        return LatentView(latents=latents, rope=rope, scale=None, joint=joint.unsqueeze(1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentView:
+    """One layer's region seen as tensors that share its memory.
+
+    latents [num_rows, block_size, rank], rope [num_rows, block_size, rope_dim]; scale [num_rows, block_size] fp16 for
+    int8, else None; joint [num_rows, 1, block_size, rank + rope_dim] unless int8.
+    """
+
+    latents: torch.Tensor
+    rope: torch.Tensor
+    scale: torch.Tensor | None
+    joint: torch.Tensor | None
+
+    @property
+    def block_size(self) -> int:
+        return self.latents.shape[1]

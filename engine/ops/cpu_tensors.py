@@ -1,0 +1,26 @@
+"""Checks of what goes to the native kernels: dtypes, shapes and strides that they can read."""
+
+from __future__ import annotations
+
+import torch
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+def dtype_code(x: torch.Tensor, name: str) -> int:
+    code = _DTYPES.get(x.dtype)
+    if code is None or not x.is_cpu:
+        raise TypeError(f"{name} must be bfloat16 or float32 on the CPU, not {x.dtype} on {x.device}")
+    return code
+
+
+def check_tensor(x: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if x.dtype != dtype or not x.is_cpu:
+        raise TypeError(f"{name} must be {dtype} on the CPU, not {x.dtype} on {x.device}")
+    if x.shape != shape:
+        raise ValueError(f"{name} must be {list(shape)}, not {list(x.shape)}")
+
+
+def dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """x itself if its last axis is dense, as the kernels want it, else a copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()
