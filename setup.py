@@ -22,6 +22,7 @@ HEADERS = [
     "linear.inl",
     "attention.inl",
     "kv_store.inl",
+    "latent.inl",
     "moe.inl",
     "elementwise.inl",
 ]

@@ -104,11 +104,14 @@ class LatentAttention:
         """Queries [n, heads, qk_dim] of one sequence over its tokens [length, kv_rank + rope_dim]."""
         latent, (count, num_heads, _), length = self.latent, q.shape, len(cached)
         projected = self.ops.linear(cached[:, : latent.kv_rank], kv_b).view(length, num_heads, -1).transpose(0, 1)
-        k_nope, v = projected.split((latent.nope_dim, latent.v_dim), dim=2)
-        k = torch.cat((k_nope, cached[:, latent.kv_rank :].expand(num_heads, -1, -1)), dim=2)
         width = max(latent.qk_dim, latent.v_dim)  # keys and values of one width, as the operator wants them
-        q, k, v = (F.pad(each, (0, width - each.shape[2])) for each in (q, k, v))
-        as_block = KvView(k=k.unsqueeze(0), v=v.contiguous().unsqueeze(0), k_scale=None, v_scale=None)
+        k, v = torch.zeros(2, 1, num_heads, length, width, dtype=q.dtype)
+        k[0, ..., : latent.nope_dim], v[0, ..., : latent.v_dim] = projected.split(
+            (latent.nope_dim, latent.v_dim), dim=2
+        )
+        k[0, ..., latent.nope_dim : latent.qk_dim] = cached[:, latent.kv_rank :]
+        q = F.pad(q, (0, width - latent.qk_dim))
+        as_block = KvView(k=k, v=v, k_scale=None, v_scale=None)
         table = torch.zeros(1, 1, dtype=torch.int32)
         attended = self.ops.prefill_attention(q, as_block, table, [0, count], [length], latent.scale)
         return attended.view(count, num_heads, width)[..., : latent.v_dim]

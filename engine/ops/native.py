@@ -80,6 +80,27 @@ class DecoderArgs(ctypes.Structure):
     )
 
 
+class LatentArgs(ctypes.Structure):
+    """struct LatentArgs of kernels.h."""
+
+    _fields_ = (
+        ("dtype", _INT),
+        *((name, _POINTER) for name in ("latents", "keys", "scales")),
+        ("row_bytes", _SIZE),
+        *((name, _INT) for name in ("block_size", "rank", "key_dim")),
+        ("q", _POINTER),
+        ("q_token_stride", _SIZE),
+        ("q_head_stride", _SIZE),
+        ("num_heads", _INT),
+        ("heads_at_once", _INT),
+        ("block_tables", _POINTER),
+        ("block_tables_stride", _SIZE),
+        ("context_lens", _POINTER),
+        ("scale", _FLOAT),
+        ("out", _POINTER),
+    )
+
+
 class ExpertsArgs(ctypes.Structure):
     """struct ExpertsArgs of moe.cpp."""
 
@@ -125,6 +146,7 @@ _FUNCTIONS = {
         *(_CACHE, _INT, _POINTER, _SIZE, _SIZE, _INT),
         *(_POINTER, _SIZE, _INT, _POINTER, _POINTER, _FLOAT, _POINTER),
     ),
+    "twinpool_latent_attention": (ctypes.POINTER(LatentArgs), _INT, _POINTER),
     "twinpool_gating": (
         *(_INT, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _SIZE, _SIZE),
         *(_POINTER, _POINTER, _INT, _FLOAT, _FLOAT, _POINTER, _POINTER),

@@ -45,12 +45,14 @@ def greedy(max_tokens: int, **options: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens, **options})
 
 
-def load_engine(model: Path, *, rows: int = 512, kv_dtype: str = "int8", block_size: int = BLOCK) -> Engine:
+def load_engine(
+    model: Path, *, rows: int = 512, kv_dtype: str = "int8", block_size: int = BLOCK, **options: Any
+) -> Engine:
     """An fp32 engine whose cache holds exactly `rows` blocks."""
     small = Engine.load(model, dtype="fp32", kv_dtype=kv_dtype, block_size=block_size, memory_bytes=1 << 20, threads=1)
     bytes_needed = rows * small.cache.layout.block_bytes
     return Engine.load(
-        model, dtype="fp32", kv_dtype=kv_dtype, block_size=block_size, memory_bytes=bytes_needed, threads=1
+        model, dtype="fp32", kv_dtype=kv_dtype, block_size=block_size, memory_bytes=bytes_needed, threads=1, **options
     )
 
 

@@ -33,6 +33,15 @@ def test_answers_through_both_workers_equal_one_engine(model: Path, kv_dtype: st
             assert call.token_ids() == alone(oracle, prompt_of(length), greedy(12)), length
 
 
+def test_prefill_in_the_plain_form_and_decode_in_the_absorbed_one_fit_together(tmp_path: Path) -> None:
+    model = tiny_models.make(tmp_path, "deepseek-v3")
+    oracle, plain, absorbed = (load_engine(model, latent_form=form) for form in ("absorbed", "plain", "absorbed"))
+    with open_pair(plain, absorbed, token_budget=24) as pair:
+        for length in (1, 16, 70):
+            (call,) = pair.generate([prompt_of(length)], greedy(12))
+            assert call.token_ids() == alone(oracle, prompt_of(length), greedy(12)), length
+
+
 def test_batched_chunked_and_cached_prompts_give_the_same_text(model: Path, oracle: Engine) -> None:
     together = [*prompts(10, seed=5), prompt_of(150), prompt_of(70)]
     with open_pair(load_engine(model), load_engine(model), token_budget=24) as pair:

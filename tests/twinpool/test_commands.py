@@ -356,3 +356,17 @@ def test_convert_fails_in_one_line(run: Run, tmp_path: Any) -> None:
     assert (status, out) == (2, "")
     assert "none.gguf" in err
     assert not (tmp_path / "target").exists()
+
+
+def test_convert_describes_a_model_from_its_config_alone(run: Run, tmp_path: Any) -> None:
+    sizes = {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
+    config = {"model_type": "qwen2", "vocab_size": 152064, "intermediate_size": 18944} | sizes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    status, out, _ = run("convert", "--describe", str(tmp_path), "--context", "2048", "--memory", "3.5")
+    assert status == 0
+    assert "57,344" in out  # bytes a token of Qwen2.5-7B, as published
+    assert out.splitlines()[-1].split()[-5:-1] == ["in", "3.5", "GiB", "32"]
+    status, _, err = run("convert", "--describe", str(tmp_path / "none"))
+    assert status != 0
+    assert "config.json is missing" in err
+    assert run("convert", str(tmp_path / "a.gguf"))[0] != 0

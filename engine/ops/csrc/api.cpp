@@ -67,22 +67,34 @@ void run_linear(const PackedLinear& weight, const void* x, int64_t x_stride, int
                [&](int64_t task) { kernels().linear(args, task); });
 }
 
-void run_attention(const AttentionArgs& args, int32_t num_sequences, const int32_t* query_start) {
-  const int32_t num_kv_heads = args.cache.num_kv_heads;
-  const int32_t queries_at_once = std::max(1, kRowsPerTask / (args.num_heads / num_kv_heads));
+namespace {
+
+// Runs task(AttentionTask) for all queries of all sequences and all groups of heads, `group` query heads each.
+template <class Run>
+void run_attention_tasks(int32_t group, int32_t num_groups, const int32_t* context_lens, int32_t num_sequences,
+                         const int32_t* query_start, const Run& run) {
+  const int32_t queries_at_once = std::max(1, kRowsPerTask / group);
   thread_local std::vector<AttentionTask> tasks;  // keeps its memory for the next step
   tasks.clear();
   for (int32_t s = 0; s < num_sequences; ++s) {
-    const int32_t first = query_start[s], end = query_start[s + 1], before = args.context_lens[s] - (end - first);
+    const int32_t first = query_start[s], end = query_start[s + 1], before = context_lens[s] - (end - first);
     // The last queries see the most and cost the most: first, so that the threads end together.
     for (int32_t left = end - first; left > 0; left -= queries_at_once) {
       const int32_t begin = std::max(0, left - queries_at_once);
-      for (int32_t head = 0; head < num_kv_heads; ++head)
+      for (int32_t head = 0; head < num_groups; ++head)
         tasks.push_back({s, head, first + begin, left - begin, before + begin});
     }
   }
   const AttentionTask* const first_task = tasks.data();
-  parallel_for(static_cast<int64_t>(tasks.size()), [&](int64_t i) { kernels().attention(args, first_task[i]); });
+  parallel_for(static_cast<int64_t>(tasks.size()), [&](int64_t i) { run(first_task[i]); });
+}
+
+}  // namespace
+
+void run_attention(const AttentionArgs& args, int32_t num_sequences, const int32_t* query_start) {
+  const int32_t num_kv_heads = args.cache.num_kv_heads;
+  run_attention_tasks(args.num_heads / num_kv_heads, num_kv_heads, args.context_lens, num_sequences, query_start,
+                      [&](const AttentionTask& task) { kernels().attention(args, task); });
 }
 
 }  // namespace twinpool
@@ -174,4 +186,11 @@ TWINPOOL_API void twinpool_attention(const KvCacheArgs* cache, int dtype, const 
                               scale,
                               static_cast<char*>(out)};
   run_attention(args, num_sequences, query_start);
+}
+
+// The same for the queries of latent attention over an int8 cache.
+TWINPOOL_API void twinpool_latent_attention(const LatentArgs* args, int32_t num_sequences, const int32_t* query_start) {
+  run_attention_tasks(args->heads_at_once, static_cast<int32_t>(ceil_div(args->num_heads, args->heads_at_once)),
+                      args->context_lens, num_sequences, query_start,
+                      [&](const AttentionTask& task) { kernels().latent_attention(*args, task); });
 }

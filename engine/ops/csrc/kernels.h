@@ -81,6 +81,23 @@ struct AttentionArgs {
   char* out;  // [tokens, num_heads * head_dim], contiguous
 };
 
+// Attention of all heads over one int8 latent and one bf16 rotated key a token. The planes of a cache row are row_bytes
+// away from those of the next.
+struct LatentArgs {
+  Dtype dtype;
+  const char *latents, *keys, *scales;  // of a row: [block_size, rank], [block_size, key_dim], fp16 [block_size]
+  int64_t row_bytes;
+  int32_t block_size, rank, key_dim;
+  const char* q;  // [tokens, num_heads, rank + key_dim]
+  int64_t q_token_stride, q_head_stride;
+  int32_t num_heads, heads_at_once;  // a task's kv_head counts groups of so many heads
+  const int32_t* block_tables;
+  int64_t block_tables_stride;
+  const int32_t* context_lens;
+  float scale;
+  char* out;  // [tokens, num_heads, rank], contiguous
+};
+
 // The queries first_query .. first_query + num_queries of a sequence, whose first sits at `position`; all query heads
 // of one KV head.
 struct AttentionTask {
@@ -153,6 +170,7 @@ struct Kernels {
   void (*quantize)(const LinearArgs&, int64_t row);
   void (*store_kv)(const StoreArgs&, int64_t token);
   void (*attention)(const AttentionArgs&, const AttentionTask&);
+  void (*latent_attention)(const LatentArgs&, const AttentionTask&);
   void (*rms_norm)(const RmsNormArgs&, int64_t row);
   void (*rope)(const RopeArgs&, int64_t token);
   void (*silu_mul)(const SiluMulArgs&, int64_t row);

@@ -10,7 +10,8 @@
 #include "attention.inl"
 #include "elementwise.inl"
 #include "kv_store.inl"
+#include "latent.inl"
 #include "linear.inl"
 #include "moe.inl"
 
-const Kernels kernels = {linear, quantize, store_kv, attention, rms_norm, rope, silu_mul, gating, combine};
+const Kernels kernels = {linear, quantize, store_kv, attention, latent_attention, rms_norm, rope, silu_mul, gating, combine};
