@@ -175,3 +175,12 @@ def test_greedy_batch_equals_solo_runs(tmp_path: Path, kind: str, weights: str) 
     prompts = [prompt(length, seed=length) for length in (1, 15, 16, 17, 60)]
     together = greedy(engine, prompts, 20)
     assert together == [greedy(engine, [p], 20)[0] for p in prompts]
+
+
+def test_a_step_of_one_token_reads_little_more_than_its_active_parameters(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 64, "head_dim": 64}
+    engine = load(tiny_models.make(tmp_path, "qwen3-moe", **sizes), dtype="bf16")
+    embedding = engine.config.vocab_size * engine.config.hidden_size  # of which one row is read
+    active = 2 * (engine.config.num_active_parameters - embedding)
+    assert active < engine.config.num_parameters
+    assert active <= engine.weight_bytes <= 1.1 * active
