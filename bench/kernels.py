@@ -15,12 +15,14 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from bench.machine import describe
 from engine.kv_cache import KvCache, KvLayout, KvView
+from engine.latent_cache import LatentLayout
 from engine.ops import cpu, native, reference
 
 HIDDEN, INTERMEDIATE, VOCAB, LAYERS = 576, 1536, 49152, 30
@@ -142,6 +144,27 @@ def attention(repeats: int, context: int) -> list[Line]:
     ]
 
 
+def latents(repeats: int, context: int) -> list[Line]:
+    """Decode attention of 16 heads over latents of DeepSeek-V3's size, 8 sequences."""
+    lines = []
+    for kv_dtype in ("int8", "bf16"):
+        layout = LatentLayout(num_layers=1, rank=512, rope_dim=64, block_size=BLOCK, kv_dtype=kv_dtype)
+        view = layout.view(torch.zeros(8 * context // BLOCK, layout.row_bytes, dtype=torch.uint8))
+        cached = torch.randn(8 * context, 576).bfloat16()
+        cpu.store_latents(cached[:, :512], cached[:, 512:], view, torch.arange(8 * context))
+        table = torch.arange(8 * context // BLOCK, dtype=torch.int32).view(8, -1)
+        case = (torch.randn(8, 16, 576).bfloat16(), view, table, list(range(9)), [context] * 8, 0.1)
+        got, peer = rates(
+            8 * context * sum(layout.item_bytes),
+            repeats,
+            partial(cpu.latent_attention, *case),
+            partial(reference.latent_attention, *case),
+        )
+        name = f"latent decode attention, 8 sequences of {context}, {kv_dtype}"
+        lines.append(Line(kernel=name, unit="GB/s of cache", ours=got, torch=peer))
+    return lines
+
+
 def store(repeats: int) -> list[Line]:
     layout = KvLayout(num_layers=1, num_kv_heads=8, head_dim=128, block_size=BLOCK, kv_dtype="int8")
     view, slots = KvCache(layout, 32).views[0], torch.arange(2048)
@@ -181,6 +204,7 @@ def main() -> None:
         *prefill_linears(repeats),
         *attention(repeats, 512),
         *attention(repeats, 2048),
+        *latents(repeats, 1024),
         *store(repeats),
         *elementwise(repeats, 1),
         *elementwise(repeats, 512),

@@ -15,6 +15,7 @@ is spread over all channels (QuaRot, arXiv 2404.00456):
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -36,18 +37,35 @@ def hadamard(size: int, most: int) -> torch.Tensor:
 def residual_basis(size: int) -> torch.Tensor:
     """Q fp32 [size, size]: a cosine transform over what is left of `size` without its power of two, and a Hadamard
     matrix over that. No entry stands out."""
-    power = hadamard(size, size)
-    odd = size // len(power)
+    cosine, *hadamards = (factor.double() for factor in _factors(size))
+    return functools.reduce(torch.kron, hadamards, cosine).float()
+
+
+def turn(x: torch.Tensor) -> torch.Tensor:
+    """x [..., size] in fp32 times Q, factor by factor: for 7168 channels a hundredth of the whole product."""
+    factors = _factors(x.shape[-1])
+    turned = x.float().unflatten(-1, tuple(len(factor) for factor in factors))
+    for place, factor in enumerate(factors):
+        axis = place - len(factors)
+        turned = (turned.movedim(axis, -1) @ factor).movedim(-1, axis)
+    return turned.flatten(-len(factors))
+
+
+@functools.cache
+def _factors(size: int) -> tuple[torch.Tensor, ...]:
+    """Small matrices, fp32, whose Kronecker product is Q."""
+    power = size & -size
+    odd, half = size // power, 1 << (power.bit_length() // 2)
     index = torch.arange(odd, dtype=torch.float64)
     cosine = torch.cos(math.pi / odd * (index.unsqueeze(1) + 0.5) * index) * math.sqrt(2 / odd)
     cosine[:, 0] /= math.sqrt(2)
-    return torch.kron(cosine, power.double()).float()
+    return cosine.float(), hadamard(half, half), hadamard(power // half, power // half)
 
 
-def read_turned(projection: Projection, norm: torch.Tensor, basis: torch.Tensor) -> Projection:
+def read_turned(projection: Projection, norm: torch.Tensor) -> Projection:
     """A projection of norm(x) as one of the turned x, normed without weights."""
     weight, bias = projection
-    return (weight.float() * norm.float() @ basis).to(weight.dtype), bias
+    return turn(weight.float() * norm.float()).to(weight.dtype), bias
 
 
 def read_rotated(projection: Projection) -> Projection:
@@ -57,7 +75,7 @@ def read_rotated(projection: Projection) -> Projection:
     return (weight.float().unflatten(1, (-1, len(matrix))) @ matrix).flatten(1).to(weight.dtype), bias
 
 
-def write_turned(projection: Projection, basis: torch.Tensor) -> Projection:
+def write_turned(projection: Projection) -> Projection:
     """A projection whose outputs are turned."""
     weight, bias = projection
-    return (basis.T @ weight.float()).to(weight.dtype), None if bias is None else (bias.float() @ basis).to(bias.dtype)
+    return turn(weight.T).T.to(weight.dtype).contiguous(), None if bias is None else turn(bias).to(bias.dtype)

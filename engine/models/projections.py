@@ -15,7 +15,7 @@ from engine.models.int8_weights import (
     hadamard,
     read_rotated,
     read_turned,
-    residual_basis,
+    turn,
     write_turned,
 )
 from engine.quantization import AS_LOADED, W8A8, W8A16
@@ -41,11 +41,11 @@ class Reader:
     ) -> None:
         self.config, self.checkpoint, self.ops, self.dtype = config, checkpoint, ops, dtype
         self.int8_cache, self.weights, self.latent_form = int8_cache, weights, latent_form
-        self.basis = None if weights == AS_LOADED else residual_basis(config.hidden_size)
+        self.is_turned = weights != AS_LOADED
 
     def embedding(self) -> torch.Tensor:
         table = self.take_embedding()
-        return table if self.basis is None else (table.float() @ self.basis).to(self.dtype)
+        return turn(table).to(self.dtype) if self.is_turned else table
 
     def take_embedding(self) -> torch.Tensor:
         shape = (self.config.vocab_size, self.config.hidden_size)
@@ -56,19 +56,19 @@ class Reader:
         if not self.config.tie_word_embeddings:
             weight = self.checkpoint.take("lm_head.weight", embedding.shape, self.dtype)
         else:
-            weight = embedding if self.basis is None else self.take_embedding()
+            weight = self.take_embedding() if self.is_turned else embedding
         (weight, _), norm = self.reading(norm, (weight, None))
         # Few rows pass through it and its errors reach the tokens at once: never int8 by int8.
         return self.ops.pack_linear(weight, None, W8A16 if self.weights == W8A8 else self.weights), norm
 
     def reading(self, norm: torch.Tensor, *projections: Projection) -> tuple[Any, ...]:
         """Projections that read the residuals through `norm`, and the norm's weights: for int8, in the turned basis."""
-        if self.basis is None:
+        if not self.is_turned:
             return *projections, norm
-        return *(read_turned(each, norm, self.basis) for each in projections), torch.ones_like(norm)
+        return *(read_turned(each, norm) for each in projections), torch.ones_like(norm)
 
     def writing(self, projection: Projection) -> Projection:
-        return projection if self.basis is None else write_turned(projection, self.basis)
+        return write_turned(projection) if self.is_turned else projection
 
     def gated_rotation(self, width: int) -> Any:
         """What goes into a down projection of `width` inputs is multiplied with; None where it stays as it is."""
@@ -78,7 +78,7 @@ class Reader:
 
     def reading_gated(self, down: Projection) -> Projection:
         """A down projection that writes to the residuals, for inputs that `gated_rotation` was applied to."""
-        return self.writing(down if self.basis is None else read_rotated(down))
+        return self.writing(read_rotated(down) if self.is_turned else down)
 
     def norm(self, name: str, size: int) -> torch.Tensor:
         return self.checkpoint.take(f"{name}.weight", (size,), self.dtype)

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.models.int8_weights import MOST_GATED, hadamard, read_rotated, read_turned, residual_basis, write_turned
+from engine.models.int8_weights import (
+    MOST_GATED,
+    hadamard,
+    read_rotated,
+    read_turned,
+    residual_basis,
+    turn,
+    write_turned,
+)
 from engine.ops import reference
 from engine.quantization import quantize_rows
 
@@ -22,6 +30,12 @@ def test_the_basis_is_orthogonal_and_no_entry_stands_out(size):
     assert basis.abs().max() <= 1.42 / size**0.5
 
 
+@pytest.mark.parametrize("size", [1, 2, 48, 63, 64, 576, 896])
+def test_turning_factor_by_factor_is_multiplying_with_the_basis(size):
+    x = torch.randn(3, 5, size)
+    torch.testing.assert_close(turn(x), x @ residual_basis(size), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(("size", "rows"), [(1536, 64), (4864, 64), (96, 32), (7, 1)])
 def test_the_rotation_of_gated_values_is_its_own_inverse(size, rows):
     matrix = hadamard(size, MOST_GATED)
@@ -34,7 +48,7 @@ def test_reading_from_the_turned_stream_equals_reading_from_the_stream():
     x, norm = torch.randn(5, 96), torch.rand(96) + 0.5
     weight, bias = torch.randn(40, 96), torch.randn(40)
     basis = residual_basis(96)
-    turned, same_bias = read_turned((weight, bias), norm, basis)
+    turned, same_bias = read_turned((weight, bias), norm)
     want = torch.nn.functional.linear(reference.rms_norm(x, norm, 1e-6), weight, bias)
     got = torch.nn.functional.linear(reference.rms_norm(x @ basis, torch.ones(96), 1e-6), turned, same_bias)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
@@ -44,7 +58,7 @@ def test_what_is_written_is_turned():
     x, weight, bias = torch.randn(5, 40), torch.randn(96, 40), torch.randn(96)
     basis = residual_basis(96)
     want = torch.nn.functional.linear(x, weight, bias) @ basis
-    torch.testing.assert_close(torch.nn.functional.linear(x, *write_turned((weight, bias), basis)), want)
+    torch.testing.assert_close(torch.nn.functional.linear(x, *write_turned((weight, bias))), want)
 
 
 def test_the_down_projection_undoes_the_rotation_of_its_inputs():
