@@ -53,6 +53,20 @@ def test_batched_chunked_and_cached_prompts_give_the_same_text(model: Path, orac
         assert call.token_ids() == alone(oracle, call.prompt, greedy(12))
 
 
+@pytest.mark.parametrize(("prefill_block", "decode_block"), [(16, 64), (64, 16)])
+@pytest.mark.parametrize("kv_dtype", ["int8", "bf16"])
+def test_blocks_of_another_size_are_made_on_the_way(
+    model: Path, kv_dtype: str, prefill_block: int, decode_block: int
+) -> None:
+    sizes = {"kv_dtype": kv_dtype, "rows": 128}
+    oracle = load_engine(model, block_size=decode_block, **sizes)
+    engines = (load_engine(model, block_size=size, **sizes) for size in (prefill_block, decode_block))
+    with open_pair(*engines, token_budget=48) as pair:
+        for length in (1, 16, 63, 65, 130):
+            (call,) = pair.generate([prompt_of(length)], greedy(6))
+            assert call.token_ids() == alone(oracle, prompt_of(length), greedy(6)), length
+
+
 def test_preempted_and_resumed_answers_are_those_of_a_lone_run(model: Path, oracle: Engine) -> None:
     expected = [alone(oracle, prompt_of(40, seed), greedy(40)) for seed in range(4)]
     with open_pair(load_engine(model), load_engine(model, rows=14), swap_rows=64) as pair:
