@@ -167,7 +167,7 @@ def table(found: Description, context: int, memory_gib: float) -> list[str]:
             line("   unfinished entries, at most", [f"{each.state_bytes:,}"] * 2)
     line("all layers, bytes a token", [f"{found.token_bytes(kind):,.9g}" for kind in FORMATS])
     line(
-        f"{context:,} tokens, windows full",
+        f"a sequence of {context:,} tokens",
         [f"{found.sequence_bytes(kind, context) / (1 << 20):,.1f} MiB" for kind in FORMATS],
     )
     fitting = [f"{found.sequences_in(memory_gib * GIB, kind, context):,}" for kind in FORMATS]
