@@ -11,7 +11,7 @@ import os
 import secrets
 import signal
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -234,11 +234,3 @@ def median(values: Sequence[float | None]) -> float | None:
     """Of what was measured; None when nothing was."""
     got = [value for value in values if value is not None]
     return round(statistics.median(got), 3) if got else None
-
-
-def best(figures: Mapping[str, float | None], *, lowest: bool = False) -> float | None:
-    """The best of the figures that there are."""
-    got = [figure for figure in figures.values() if figure is not None]
-    if not got:
-        return None
-    return min(got) if lowest else max(got)

@@ -30,7 +30,7 @@ from typing import Any
 
 from bench import machine, peer_measures, workload
 from bench.openai_client import OpenAIClient
-from bench.peer_measures import Load, Prompts, Search, Side, Sizes, alone, best, median
+from bench.peer_measures import Load, Prompts, Search, Side, Sizes, alone, median
 from engine.quantization import WEIGHT_FORMATS
 from twinpool import errors, model_store
 from twinpool.client import AsyncClient
@@ -92,14 +92,12 @@ class Run:
 
     async def peers_saturation(self, load: Load) -> float:
         """The best peer's, which sets the rates for all."""
-        rates: dict[str, float | None] = {}
+        rates: dict[str, float] = {}
         for side in self.sides:
             with alone(side, self.sides):
                 rates[side.name] = round(await peer_measures.saturation(side, self.prompts, load), 3)
         self.figures["saturation_rps"] = dict(rates)
-        rate = best({side.name: rates[side.name] for side in self.sides if not side.ours})
-        assert rate is not None
-        return rate
+        return max(rates[side.name] for side in self.sides if not side.ours)
 
     async def goodput(self) -> None:
         load = self.load()
@@ -169,7 +167,7 @@ def local(args: argparse.Namespace, *, split: bool) -> Iterator[dict[str, str]]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Everything asked for: figures, and ours over the best peer where both have one."""
+    """Everything asked for: figures, and ours over every peer's where both have one."""
     figures: Figures = {}
     if args.ours:
         ours = {f"ours-{number}" if number else "ours": address for number, address in enumerate(args.ours)}
@@ -180,26 +178,28 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             if measures:
                 with local(args, split=split) as ours:
                     asyncio.run(drive(args, ours, measures, figures))
-    return {"figures": figures, "of_best_peer": ratios(figures, [name for name, _ in args.peer])}
+    return {"figures": figures, "of_peers": ratios(figures, [name for name, _ in args.peer])}
 
 
 def ratios(figures: Figures, peers: Sequence[str]) -> Figures:
-    """measure -> our side -> its figure over the best peer's. Of a mixed load: the ITL p99, where less is better."""
+    """measure -> our side -> peer -> ours over the peer's. Of a mixed load: the ITL p99, where less is better."""
     found: Figures = {}
     for name, by_side in figures.items():
         if name == "goodput_trials":
             continue
         mixed = name.startswith("mixed")
         plain = {side: each["itl_ms"]["p99"] if mixed else each for side, each in by_side.items() if side != "rate_rps"}
-        peer = best({side: plain[side] for side in peers if side in plain}, lowest=mixed)
-        if peer:
-            own = {side: figure for side, figure in plain.items() if side not in peers and figure is not None}
-            found[f"{name}_itl_p99" if mixed else name] = {side: round(own[side] / peer, 3) for side in own}
+        theirs = {side: figure for side, figure in plain.items() if side in peers and figure}
+        ours = {side: figure for side, figure in plain.items() if side not in peers and figure is not None}
+        if theirs:
+            found[f"{name}_itl_p99" if mixed else name] = {
+                side: {peer: round(figure / theirs[peer], 3) for peer in theirs} for side, figure in ours.items()
+            }
     return found
 
 
 def table(result: dict[str, Any]) -> str:
-    """One line a measure: every side's figure, then ours over the best peer's."""
+    """One line a measure: every side's figure, then ours over each peer's."""
     lines = []
     for name, by_side in result["figures"].items():
         if name == "goodput_trials":
@@ -209,9 +209,12 @@ def table(result: dict[str, Any]) -> str:
                 for trial in trials
             ]
             continue
-        shown = "  ".join(f"{side} {_shown(figure)}" for side, figure in by_side.items())
-        over = result["of_best_peer"].get(name) or result["of_best_peer"].get(f"{name}_itl_p99") or {}
-        lines.append(f"{name:24} {shown}" + "".join(f"  [{side}: {ratio} x best peer]" for side, ratio in over.items()))
+        lines.append(f"{name:24} " + "  ".join(f"{side} {_shown(figure)}" for side, figure in by_side.items()))
+        over = result["of_peers"].get(name) or result["of_peers"].get(f"{name}_itl_p99") or {}
+        lines += [
+            f"{'':24} {side}: " + ", ".join(f"{ratio} x {peer}" for peer, ratio in by_peer.items())
+            for side, by_peer in over.items()
+        ]
     return "\n".join(lines)
 
 
