@@ -34,6 +34,7 @@ from bench.peer_measures import Load, Prompts, Search, Side, Sizes, alone, media
 from engine.quantization import WEIGHT_FORMATS
 from twinpool import errors, model_store
 from twinpool.client import AsyncClient
+from twinpool.commands.up import ended_by_signals
 from twinpool.deployment import Deployment, DeploymentSpec, usable_cores
 
 SPEEDS, LOADS = ("decode", "prefill"), ("mixed", "goodput")
@@ -294,7 +295,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     try:
-        result = measure(args)
+        with ended_by_signals():  # so that workers end and peers go on
+            result = measure(args)
     except errors.TwinpoolError as error:
         print(f"bench.peers: {error.message}", file=sys.stderr)
         return 2

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import grpc
@@ -190,6 +191,22 @@ def test_a_peer_stands_still_while_another_is_measured() -> None:
         process.send_signal(signal.SIGKILL)
     with pytest.raises(errors.ConfigError, match=f"--pause: process {process.pid}"), alone(two, [one, two]):
         pass
+
+
+def test_a_run_that_is_ended_lets_peers_go_on(router: FakeRouter, peer: FakeOpenAI) -> None:
+    def slow(request: v1.GenerateRequest, context: grpc.ServicerContext) -> Iterator[v1.GenerateChunk]:
+        time.sleep(1)
+        yield from as_many_as_asked(request, context)
+
+    router.answer = slow
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        options = ["--ours", router.address, "--peer", f"fake={peer.url}", "--pause", f"fake={process.pid}"]
+        with subprocess.Popen([sys.executable, "-m", "bench.peers", *options], stderr=subprocess.PIPE) as run:
+            assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+            run.terminate()
+            assert run.wait(20) == 128 + signal.SIGTERM
+        assert os.WIFCONTINUED(os.waitpid(process.pid, os.WCONTINUED)[1])
+        process.kill()
 
 
 def test_a_run_measures_every_side_and_ends_in_one_json_line(
