@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from service.discovery import NamedRouters
 from service.registration import Registration, new_incarnation
 from service.serve import Service, Serving, serve
 from twinpool.v1 import router_pb2, worker_pb2
@@ -86,7 +87,7 @@ class _Worker:
             max_context=MAX_CONTEXT,
             rows_total=_ROWS,
         )
-        self._registration = Registration(routers=routers, info=info, load=self.load)
+        self._registration = Registration(routers=NamedRouters(routers), info=info, load=self.load)
         self._loop = asyncio.ensure_future(self.run())
         await self._registration.start()
 

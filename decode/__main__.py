@@ -20,6 +20,7 @@ from kvtransfer import KvReceiver, cache_memory, transports
 from service import cores, log, metrics
 from service.address import advertised, split
 from service.config import load, run_main
+from service.discovery import source, towards
 from service.drain import until_idle, until_stopped
 from service.registration import Registration, new_incarnation
 from service.security import warn_if_open
@@ -91,12 +92,14 @@ async def _serve(config: DecodeConfig, stop: asyncio.Event) -> None:
             certificates=certificates,
         )
         closing.push_async_callback(serving.stop, grace_s=1)
-        address = advertised(config.advertise, config.host, serving.port, towards=next(iter(config.routers), ""))
+        address = advertised(
+            config.advertise, config.host, serving.port, towards=towards(config.routers, config.registry)
+        )
         info = _info(config, engine, address, worker.max_context)
         receiver.introduce_as(info.worker_id)
         log.setup(config.log_level, "decode", info.worker_id)  # by now it has one, and its lines say so
         registration = Registration(
-            routers=config.routers,
+            routers=source(config.routers, config.registry),
             info=info,
             load=server.load,
             cluster_key=config.cluster_key,
@@ -156,7 +159,7 @@ def _kv_advertise(config: DecodeConfig) -> str:
     if config.kv_advertise:
         return config.kv_advertise
     advertise, host = ("", config.kv_host) if config.kv_host else (config.advertise, config.host)
-    return split(advertised(advertise, host, config.kv_port, towards=next(iter(config.routers), "")))[0]
+    return split(advertised(advertise, host, config.kv_port, towards=towards(config.routers, config.registry)))[0]
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from prefill.worker import Worker, regions
 from service import cores, log, metrics
 from service.address import advertised
 from service.config import load, run_main
+from service.discovery import source, towards
 from service.drain import until_idle, until_stopped
 from service.registration import Registration, new_incarnation
 from service.security import warn_if_open
@@ -80,12 +81,14 @@ async def _serve(config: PrefillConfig, stop: asyncio.Event) -> None:
             certificates=certificates,
         )
         closing.push_async_callback(serving.stop, grace_s=1)
-        address = advertised(config.advertise, config.host, serving.port, towards=next(iter(config.routers), ""))
+        address = advertised(
+            config.advertise, config.host, serving.port, towards=towards(config.routers, config.registry)
+        )
         info = _info(config, engine, address, worker.max_context)
         sender.introduce_as(info.worker_id)
         log.setup(config.log_level, "prefill", info.worker_id)  # by now it has one, and its lines say so
         registration = Registration(
-            routers=config.routers,
+            routers=source(config.routers, config.registry),
             info=info,
             load=server.load,
             cluster_key=config.cluster_key,

@@ -11,6 +11,7 @@ from router.router import Router
 from service import log, metrics
 from service.address import advertised
 from service.config import load, run_main
+from service.etcd import EtcdRegistry, listed
 from service.security import warn_if_open
 from service.serve import announce_ready, run
 
@@ -23,8 +24,12 @@ async def _main(config: RouterConfig, stop: asyncio.Event) -> None:
     http = metrics.serve_metrics(config.host, config.metrics_port, figures, healthy=lambda: not stop.is_set())
     try:
         await router.start()
-        announce_ready(advertised(config.advertise, config.host, router.port), http.port, config.ready_file)
-        await stop.wait()
+        registry = EtcdRegistry(config.registry) if config.registry else None
+        towards = registry.endpoints[0] if registry is not None else ""
+        address = advertised(config.advertise, config.host, router.port, towards=towards)
+        async with listed(registry, address):
+            announce_ready(address, http.port, config.ready_file)
+            await stop.wait()
         await router.stop(config.drain)
     finally:
         await router.stop(0)

@@ -112,6 +112,12 @@ class ProcessConfig:
     )
     log_level: str = option("info", help="least severe log line written", choices=("debug", "info", "warning", "error"))
     cluster_key: str = option("", help="secret that routers and workers share; empty: open to all", secret=True)
+    registry: str = option(
+        "",
+        help="where routers are listed and workers find them, in place of --routers: etcd://HOST:2379,.../PREFIX",
+        unit="URL",
+        secret=True,
+    )
     tls_cert: str = option("", help="PEM certificate of this process; empty: plain text", unit="path")
     tls_key: str = option("", help="PEM key to it, without a passphrase", unit="path")
     tls_ca: str = option("", help="PEM certificates of the CA that signed those of all processes", unit="path")

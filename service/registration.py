@@ -3,7 +3,8 @@
     address = advertised(config.advertise, config.host, serving.port, towards=config.routers[0])
     info = WorkerInfo(worker_id=config.worker_id or f"decode-{address}", address=address,
                       incarnation=new_incarnation(), ...)
-    registration = Registration(routers=config.routers, info=info, load=worker.load, cluster_key=config.cluster_key)
+    routers = source(config.routers, config.registry)     # discovery.py: they may come and go
+    registration = Registration(routers=routers, info=info, load=worker.load, cluster_key=config.cluster_key)
     await registration.start()      # returns at once: a router may come later
     registration.report_now()       # something routers should know before the next heartbeat, such as draining
     await registration.stop()       # routers forget the worker at once
@@ -14,6 +15,8 @@ Life of a lease:
 3. Send the load every heartbeat, and at `report_now`.
 4. The stream ends: the router stopped, froze (keepalive notices) or went away. Back to 1 after a short, growing, random
    delay, for ever; after a refusal a long one, because somebody has to change a setting first.
+5. A router that is not listed any more is dropped when its lease has ended, and not before: a name server or a registry
+   may be wrong about one that is there.
 """
 
 from __future__ import annotations
@@ -22,13 +25,14 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import grpc
 
-from service.address import split
+from service.discovery import RouterAddress, Source
 from service.serve import channel
 from twinpool.certificates import Certificates
 from twinpool.errors import Incompatible, InvalidRequest, TwinpoolError, Unauthenticated, Unavailable, from_status
@@ -52,12 +56,12 @@ def new_incarnation() -> int:
 
 
 class Registration:
-    """Keeps one worker registered with every router in `routers` (HOST:PORT each). Owned by one event loop."""
+    """Keeps one worker registered with every router that `routers` lists. Owned by one event loop."""
 
     def __init__(
         self,
         *,
-        routers: Sequence[str],
+        routers: Source,
         info: WorkerInfo,
         load: Callable[[], WorkerLoad],
         cluster_key: str = "",
@@ -66,18 +70,19 @@ class Registration:
         on_drain: Callable[[], None] = lambda: None,
     ) -> None:
         """`load` is called on the event loop before every report: be quick. `on_drain`: a router asks this worker to
-        finish what it has and leave; may be called more than once. Raises ConfigError on a bad address."""
-        for router in routers:
-            split(router)
+        finish what it has and leave; may be called more than once."""
+        self._routers = routers
         self._info = info
         self._load = load
         self._cluster_key = cluster_key
         self._certificates = certificates
         self._retry_refused_s = retry_refused_s
         self._on_drain = on_drain
-        self._wake = {router: asyncio.Event() for router in routers}
+        self._listed: set[str] = set()
+        self._wake: dict[str, asyncio.Event] = {}
         self._joined: set[str] = set()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._leases: dict[str, asyncio.Task[None]] = {}
+        self._following: asyncio.Task[None] | None = None
 
     @property
     def joined(self) -> frozenset[str]:
@@ -86,7 +91,7 @@ class Registration:
 
     async def start(self) -> None:
         """Begins to join; returns before any router has answered."""
-        self._tasks = [asyncio.create_task(self._stay_joined(router), name=f"join {router}") for router in self._wake]
+        self._following = asyncio.create_task(self._follow(), name="join: follow the list of routers")
 
     def report_now(self) -> None:
         """Sends the load to every router without waiting for the next heartbeat."""
@@ -95,14 +100,41 @@ class Registration:
 
     async def stop(self) -> None:
         """Leaves every router. Idempotent."""
-        for task in self._tasks:
+        tasks = [*([self._following] if self._following else []), *self._leases.values()]
+        self._following = None
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _stay_joined(self, router: str) -> None:
-        delay_s, reported = RETRY_FIRST_S, ""
-        async with channel(router, self._cluster_key, self._certificates) as to_router:
+    async def _follow(self) -> None:
+        while True:
+            try:
+                await self._routers.follow(self._take_list)
+            except Exception:
+                logger.exception("the list of routers cannot be followed")
+            await asyncio.sleep(RETRY_MOST_S)
+
+    def _take_list(self, routers: Collection[RouterAddress]) -> None:
+        self._listed = {router.address for router in routers}
+        for router in routers:
+            if router.address not in self._leases:
+                self._wake[router.address] = asyncio.Event()
+                task = asyncio.create_task(self._stay_joined(router), name=f"join {router.address}")
+                self._leases[router.address] = task
+                task.add_done_callback(partial(self._dropped, router.address))
+        for address in self._leases.keys() - self._listed - self._joined:
+            self._leases[address].cancel()
+
+    def _dropped(self, address: str, _: asyncio.Task[None]) -> None:
+        self._joined.discard(address)
+        self._wake.pop(address)
+        self._leases.pop(address)
+        if self._following is not None:  # else this worker stops
+            logger.info("router dropped, as it is not listed any more", extra={"router": address})
+
+    async def _stay_joined(self, peer: RouterAddress) -> None:
+        delay_s, reported, router = RETRY_FIRST_S, "", peer.address
+        async with channel(router, self._cluster_key, self._certificates, peer.name) as to_router:
             stub = RegistryStub(to_router)
             while True:
                 try:
@@ -116,6 +148,8 @@ class Registration:
                 if router in self._joined:
                     self._joined.discard(router)
                     delay_s, reported = RETRY_FIRST_S, ""
+                if router not in self._listed:
+                    return
                 refused = isinstance(error, _REFUSALS)
                 if error.message != reported:  # once, not at every attempt
                     reported = error.message

@@ -269,10 +269,13 @@ async def _abort(context: Any, error: Exception, method: str) -> None:
     await context.abort(error.code, error.message[:MAX_DETAILS_CHARS], to_metadata(error))
 
 
-def channel(address: str, cluster_key: str = "", certificates: Certificates | None = None) -> grpc.aio.Channel:
+def channel(
+    address: str, cluster_key: str = "", certificates: Certificates | None = None, name: str = ""
+) -> grpc.aio.Channel:
     """A channel to a peer process; every call on it carries the cluster key. Its owner closes it.
 
-    certificates: for TLS. The peer's has to be of the same CA and for the host of `address`.
+    certificates: for TLS. The peer's has to be of the same CA and for the host of `address`, or for `name` if there is
+    one: the name that the address was found by.
     """
     if certificates is None:
         inner = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
@@ -280,7 +283,8 @@ def channel(address: str, cluster_key: str = "", certificates: Certificates | No
         credentials = grpc.ssl_channel_credentials(
             certificates.ca_pem, private_key=certificates.key_pem, certificate_chain=certificates.cert_pem
         )
-        inner = grpc.aio.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)
+        named = [("grpc.ssl_target_name_override", name)] if name else []
+        inner = grpc.aio.secure_channel(address, credentials, options=[*_CHANNEL_OPTIONS, *named])
     return _KeyedChannel(inner, key_metadata(cluster_key))
 
 

@@ -38,6 +38,7 @@ from unittest.mock import patch
 from kvtransfer import transports, wire
 from kvtransfer.digest import row_checksum
 from kvtransfer.transports import Link, Transport
+from service.discovery import NamedRouters
 from service.registration import Registration, new_incarnation
 from service.serve import Service, Serving, serve
 from twinpool.errors import (
@@ -178,7 +179,7 @@ class Worker:
                 **self._info,
             }
         )
-        self.registration = Registration(routers=routers, info=info, load=self.load)
+        self.registration = Registration(routers=NamedRouters(routers), info=info, load=self.load)
         await self.registration.start()
 
     async def stop(self) -> None:

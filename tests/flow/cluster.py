@@ -107,7 +107,7 @@ class Cluster:
             *self.prefixes.get(name, []),
             sys.executable,
             "-m",
-            module,
+            *module.split(),
             "--ready-file",
             str(ready),
             "--metrics-port",
@@ -147,11 +147,12 @@ class Cluster:
         *,
         env: dict[str, str] | None = None,
         faults: Faults | None = None,
+        hosts: Path | None = None,
         **options: str,
     ) -> Process:
         """Starts a worker without waiting for it. Joins every router that runs now, unless told otherwise.
 
-        faults: of a prefill worker's links.
+        faults: of a prefill worker's links. hosts: names that it knows (tests/named_hosts.py).
         """
         routers = ",".join(p.address for n, p in self.processes.items() if n.startswith("router"))
         defaults = {
@@ -167,6 +168,8 @@ class Cluster:
         if pool == "decode":
             defaults |= {"kv_port": "0", "swap": "4MiB"}
         options = {**defaults, **options}
+        if hosts is not None:
+            return self._start(name, f"tests.named_hosts {pool}", options, {**(env or {}), "HOSTS": str(hosts)})
         if faults is None:
             return self._start(name, pool, options, env or {})
         assert pool == "prefill"

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from service import serve
+from service.discovery import NamedRouters
 from service.registration import Registration, new_incarnation
 from twinpool.errors import ConfigError, Incompatible
 from twinpool.v1.router_pb2 import POOL_DECODE
@@ -54,7 +55,7 @@ def worker_info() -> WorkerInfo:
 @asynccontextmanager
 async def registered(*ports: int, load: Callable[[], WorkerLoad] = WorkerLoad, **options):
     routers = [f"127.0.0.1:{port}" for port in ports]
-    registration = Registration(routers=routers, info=worker_info(), load=load, **options)
+    registration = Registration(routers=NamedRouters(routers), info=worker_info(), load=load, **options)
     await registration.start()
     try:
         yield registration
@@ -235,7 +236,7 @@ async def test_a_frozen_router_is_noticed_and_joined_again_when_it_goes_on():
 
 def test_a_router_without_a_port_is_refused_at_once():
     with pytest.raises(ConfigError, match="'router' is not HOST:PORT"):
-        Registration(routers=["router"], info=worker_info(), load=WorkerLoad)
+        NamedRouters(["router"])
 
 
 def test_incarnations_grow():
