@@ -34,6 +34,7 @@ from typing import Protocol
 
 from kvtransfer import wire
 from kvtransfer.digest import row_checksums
+from kvtransfer.lease import PeerSilent
 from kvtransfer.memory import address_of
 from kvtransfer.region import Region
 from kvtransfer.transports import Link, tcp
@@ -281,6 +282,7 @@ class EngineSenderLink(_EngineLink):
             raise PeerLost(f"the link to {self.peer} was closed by this side")
         checksums: list[int] | None = None
         num_begun, pause_s = 0, _FIRST_PAUSE_S
+        lease_ends = time.monotonic() + self.lease_s  # nothing is sent meanwhile: the peer gives up no later
         while True:
             num_left = writes.poll()
             if writes.failure is not None or self._is_cut:
@@ -297,6 +299,9 @@ class EngineSenderLink(_EngineLink):
             elif time.monotonic() >= deadline:
                 writes.stop()
                 raise TransferTimeout(f"{self.peer} did not take the rows in time; {num_left} writes may go on")
+            elif time.monotonic() >= lease_ends:
+                writes.stop()
+                raise PeerSilent.after(self.peer, self.lease_s)
             else:
                 time.sleep(pause_s)
                 pause_s = min(1.5 * pause_s, _LAST_PAUSE_S)

@@ -16,6 +16,7 @@ from queue import SimpleQueue
 import pytest
 
 from kvtransfer import wire
+from kvtransfer.lease import PeerSilent
 from kvtransfer.transports import Link, one_sided, tcp
 from kvtransfer.transports.one_sided import EngineReceiverLink, EngineSenderLink, Segment, registered_spans
 from kvtransfer.transports.tcp import TcpLink
@@ -143,6 +144,13 @@ def test_a_write_that_outlives_its_deadline_pins_its_source_and_the_link(ends: E
     ends.engine.writes.num_left = 0
     assert ends.sender.drained(PATIENCE_S)
     assert ends.engine.writes.is_closed
+
+
+def test_a_write_that_nobody_takes_for_a_lease_is_the_loss_of_its_peer(ends: Ends2) -> None:
+    ends.sender.agree(0.3)
+    with pytest.raises(PeerSilent, match=r"silent for 0\.3 s"):
+        ends.write([1])
+    assert not ends.sender.drained(0.01)  # it may still be read: the source stays pinned
 
 
 def test_a_cut_ends_a_write_at_once_and_is_no_end_for_the_receiver(ends: Ends2) -> None:
