@@ -86,7 +86,7 @@ def test_local_prefill_beside_running_answers_changes_none_of_them(both: Cluster
 @pytest.mark.parametrize("pool", ["prefill", "decode"])
 def test_one_pool_serves_whole_answers_until_the_other_is_there(
     deploy: Callable[..., Cluster], oracle: Oracle, pool: str
-) -> None:
+) -> None:  # R5
     cluster = deploy(int(pool == "prefill"), int(pool == "decode"))
     other = "decode" if pool == "prefill" else "prefill"
     with cluster.client(timeout_s=60) as client, ThreadPoolExecutor(8) as threads:
@@ -116,7 +116,7 @@ def test_one_pool_serves_whole_answers_until_the_other_is_there(
 @pytest.mark.parametrize("pool", ["prefill", "decode"])
 def test_last_worker_of_a_pool_killed_mid_answer_leaves_no_gap(
     deploy: Callable[..., Cluster], oracle: Oracle, pool: str
-) -> None:
+) -> None:  # R5
     cluster = deploy(1, 1)
     other = "decode-0" if pool == "prefill" else "prefill-0"
     with cluster.client(timeout_s=60) as client:
@@ -137,7 +137,7 @@ def test_last_worker_of_a_pool_killed_mid_answer_leaves_no_gap(
 @pytest.mark.parametrize("pool", ["prefill", "decode"])
 def test_cancel_deadline_and_drain_hold_where_one_worker_does_all(
     deploy: Callable[..., Cluster], oracle: Oracle, pool: str
-) -> None:
+) -> None:  # R5
     cluster = deploy(int(pool == "prefill"), int(pool == "decode"))
     worker = cluster.processes[f"{pool}-0"]
     gauge = "twinpool_prefill_generating" if pool == "prefill" else "twinpool_decode_running"

@@ -160,6 +160,41 @@ def test_three_answers_to_one_prompt_cost_one_prompt(shared: Cluster, oracle: Or
     assert answer.usage.completion_tokens == 36
 
 
+def test_echo_and_logprobs_stream_from_the_prompt_on_with_the_first_token(
+    shared: Cluster, oracle: Oracle
+) -> None:  # P4
+    prompt = prompts(1, seed=14, low=20)[0]
+    options = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "echo": True, "logprobs": 5}
+    with shared.client() as client:
+        whole = client.generate(prompt, **options)
+        with client.stream(prompt, **options) as stream:
+            streamed = [entry for chunk in stream for entry in chunk.logprobs]
+    assert [entry.token_id for entry in streamed] == [*prompt, *oracle.answer(prompt, 8, ignore_eos=True)]
+    assert streamed[0].logprob is None  # nothing comes before it
+    assert all(entry.logprob is not None and len(entry.top) == 5 for entry in streamed[1:])
+    for entry in streamed[len(prompt) :]:  # greedy
+        assert entry.logprob == max(each.logprob for each in entry.top)
+    assert streamed == whole.choices[0].logprobs
+
+
+def test_preemption_on_the_decode_worker_changes_no_answer(
+    deploy: Callable[..., Cluster], oracle: Oracle
+) -> None:  # C5
+    cluster = deploy(1, 0)
+    decode = cluster.worker("decode", "decode-small", memory="140KiB")  # some 40 blocks, an answer takes 10 to 13
+    cluster.wait_ready("decode-small")
+    cluster.wait_workers(2)
+    asked = prompts(12, seed=15, low=30)
+    with cluster.client(timeout_s=60) as client, ThreadPoolExecutor(12) as threads:
+        calls = [
+            threads.submit(client.generate, prompt, max_tokens=120, temperature=0, ignore_eos=True) for prompt in asked
+        ]
+        for prompt, call in zip(asked, calls, strict=True):
+            assert call.result().token_ids == oracle.answer(prompt, 120, ignore_eos=True)
+    assert decode.metric("twinpool_decode_preemptions_total") > 0
+    cluster.assert_baseline()
+
+
 def test_metrics_and_timeline_account_for_the_latency(shared: Cluster) -> None:  # S2
     prompt = prompts(1, seed=10, low=80)[0]
 

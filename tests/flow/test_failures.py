@@ -108,7 +108,7 @@ def test_explain_tells_what_was_predicted_and_chosen(shared: Cluster) -> None:
             client.explain("other")
 
 
-def test_cached_prefixes_are_shared_only_under_the_same_salt(shared: Cluster) -> None:
+def test_cached_prefixes_are_shared_only_under_the_same_salt(shared: Cluster) -> None:  # X4
     prompt = [(11 * i) % 200 + 20 for i in range(200)]
     with shared.client() as client:
 
@@ -143,6 +143,44 @@ def test_prefill_worker_killed_before_the_first_token_is_retried_elsewhere(
     assert answer.timeline.attempts > 1
     assert answer.timeline.prefill_worker == "prefill-new"
     cluster.assert_baseline()
+
+
+def test_prefill_worker_whose_calls_fail_holds_no_decode_rows_and_is_replaced(
+    deploy: Callable[..., Cluster], oracle: Oracle
+) -> None:  # R1
+    cluster = deploy(0, 1, router={"probe_timeout": "0"})
+    cluster.worker("prefill", "prefill-bad", faults=Faults(fail_fraction=1.0))
+    cluster.wait_ready("prefill-bad")
+    cluster.wait_workers(2)
+    with cluster.client(retries=0, timeout_s=30) as client:
+        for _ in range(5):
+            with pytest.raises(errors.Unavailable):
+                client.generate(PROMPT, max_tokens=20, temperature=0, ignore_eos=True)
+            cluster.assert_baseline()
+        cluster.worker("prefill", "prefill-good")
+        cluster.wait_ready("prefill-good")
+        wait_until(lambda: any(w.worker_id == "prefill-good" for w in client.pools().workers), "the good one joins")
+    with cluster.client(retries=5, timeout_s=60) as client:
+        answer = client.generate(PROMPT, max_tokens=20, temperature=0, ignore_eos=True)
+        assert answer.token_ids == oracle.answer(PROMPT, 20, ignore_eos=True)
+    cluster.assert_baseline()
+
+
+def test_prefill_worker_that_dies_with_nobody_to_take_over_is_known_at_once(
+    deploy: Callable[..., Cluster],
+) -> None:  # R2
+    cluster = deploy(0, 1, router={"probe_timeout": "0", "when_pool_empty": "fail"})
+    cluster.worker("prefill", "prefill-slow", faults=Faults(delay_ms=60_000))
+    cluster.wait_ready("prefill-slow")
+    cluster.wait_workers(2)
+    with cluster.client(retries=0, timeout_s=60) as client, ThreadPoolExecutor(1) as threads:
+        call = threads.submit(client.generate, PROMPT, max_tokens=20)
+        slow = cluster.processes["prefill-slow"]
+        wait_until(lambda: slow.metric("twinpool_prefill_requests_total"), "the worker has the request")
+        slow.kill()
+        with pytest.raises(errors.Unavailable):
+            call.result(timeout=10)
+        cluster.assert_baseline()
 
 
 @pytest.mark.parametrize("fault", [Faults(corrupt_every=2), Faults(break_after_rows=3)])
@@ -290,7 +328,7 @@ def test_worker_killed_and_restarted_on_its_address_is_used_again(deploy: Callab
     cluster.assert_baseline()
 
 
-def test_peers_with_other_cache_layouts_are_never_paired(deploy: Callable[..., Cluster]) -> None:
+def test_peers_with_other_cache_layouts_are_never_paired(deploy: Callable[..., Cluster]) -> None:  # R4, R8
     cluster = deploy(1, 0, router={"when_pool_empty": "fail"})
     cluster.worker("decode", "decode-bf16", kv_dtype="bf16")
     cluster.wait_ready("decode-bf16")
