@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests import tiny_models
+from tests.fakes import Faults
 from tests.flow.cluster import Cluster, open_cluster
 
 TRANSPORTS = ("tcp", "shm")
@@ -55,3 +56,18 @@ def deploy(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[..., Cluster]]
     yield start
     for deployment in opened:
         deployment.close()
+
+
+@pytest.fixture
+def with_prefill(deploy: Callable[..., Cluster], transport: str) -> Callable[..., Cluster]:
+    """with_prefill(faults, **options of both workers): a deployment of one faulty prefill and one decode worker."""
+
+    def start(faults: Faults, **options: str) -> Cluster:
+        router = {"probe_timeout": "0", "when_pool_empty": "fail"}  # nothing but what the faulty one does
+        cluster = deploy(0, 1, router=router, kv_transport=transport, **options)
+        cluster.worker("prefill", "prefill-0", faults=faults, kv_transport=transport, **options)
+        cluster.wait_ready("prefill-0")
+        cluster.wait_workers(2)
+        return cluster
+
+    return start

@@ -19,28 +19,9 @@ NEVER = Faults(drop="Commit")  # all rows arrive, and heartbeats, but no transfe
 LEASE = "1.0"
 
 
-@pytest.fixture(params=("tcp", "shm"))
-def transport(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture(scope="module")
 def oracle(tiny_model: Path) -> Oracle:
     return Oracle(tiny_model)
-
-
-@pytest.fixture
-def with_prefill(deploy: Callable[..., Cluster], transport: str) -> Callable[..., Cluster]:
-    """with_prefill(faults, **options of both workers): one faulty prefill and one decode worker."""
-
-    def start(faults: Faults, **options: str) -> Cluster:
-        cluster = deploy(0, 1, kv_transport=transport, **options)
-        cluster.worker("prefill", "prefill-0", faults=faults, kv_transport=transport, **options)
-        cluster.wait_ready("prefill-0")
-        cluster.wait_workers(2)
-        return cluster
-
-    return start
 
 
 def freeze(process: Process) -> None:

@@ -46,21 +46,6 @@ def lossy(lossy_deployment: Cluster) -> Iterator[Cluster]:
     lossy_deployment.assert_baseline()
 
 
-@pytest.fixture
-def with_prefill(deploy: Callable[..., Cluster], transport: str) -> Callable[..., Cluster]:
-    """with_prefill(faults, **options of both workers): a deployment of one faulty prefill and one decode worker."""
-
-    def start(faults: Faults, **options: str) -> Cluster:
-        router = {"probe_timeout": "0", "when_pool_empty": "fail"}  # nothing but what the faulty one does
-        cluster = deploy(0, 1, router=router, kv_transport=transport, **options)
-        cluster.worker("prefill", "prefill-0", faults=faults, kv_transport=transport, **options)
-        cluster.wait_ready("prefill-0")
-        cluster.wait_workers(2)
-        return cluster
-
-    return start
-
-
 def ask(client: Client, prompt: list[int], max_tokens: int) -> list[int]:
     return list(client.generate(prompt, max_tokens=max_tokens, temperature=0, ignore_eos=True).token_ids)
 

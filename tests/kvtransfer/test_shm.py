@@ -213,7 +213,7 @@ def test_a_receiver_that_passes_anything_gets_a_typed_error_or_no_byte_out_of_bo
             except (PeerLost, wire.Malformed):
                 return
         assert passed[0] == "memory"
-        assert len(passed) == 2
+        assert len(passed) >= 2  # the kernel closes what is beyond the two that are taken
         assert layout.size <= 4096
         for region, num_rows in enumerate(wire.unpack_u32(layout.num_rows)):
             for row in (num_rows - 1, num_rows):  # the last, and one behind it
