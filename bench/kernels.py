@@ -149,7 +149,7 @@ def latents(repeats: int, context: int) -> list[Line]:
     lines = []
     for kv_dtype in ("int8", "bf16"):
         layout = LatentLayout(num_layers=1, rank=512, rope_dim=64, block_size=BLOCK, kv_dtype=kv_dtype)
-        view = layout.view(torch.zeros(8 * context // BLOCK, layout.row_bytes, dtype=torch.uint8))
+        view = layout.view(0, [torch.zeros(8 * context // BLOCK, layout.row_bytes, dtype=torch.uint8)])
         cached = torch.randn(8 * context, 576).bfloat16()
         cpu.store_latents(cached[:, :512], cached[:, 512:], view, torch.arange(8 * context))
         table = torch.arange(8 * context // BLOCK, dtype=torch.int32).view(8, -1)

@@ -125,6 +125,7 @@ def _load(config: DecodeConfig, allocate: Allocate | None) -> Engine:
         weights=config.weights,
         block_size=config.block_size,
         memory_bytes=config.memory,
+        max_sequences=config.max_batch,
         threads=config.threads or len(os.sched_getaffinity(0)),
         allocate=allocate,
     )

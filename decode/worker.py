@@ -26,6 +26,7 @@ from engine.batch import Batch, BatchItem
 from engine.engine import Engine
 from engine.kv_cache import KvCache
 from engine.prompt import first_tokens, own_logprobs
+from engine.region_shape import BlockParts
 from engine.sampling import Sampled, SampleRow
 from kvtransfer import Commit, KvReceiver, Plane, Region, Reservation, RowLayout
 from service.inbox import Inbox
@@ -35,17 +36,26 @@ logger = logging.getLogger(__name__)
 
 IDLE_S = 0.5  # longest sleep of the device thread without a command
 WAITING_S = 0.05  # the same while requests wait for rows, which they may not do for ever
+GROUPS = {"block": "kv", "sequence": "state"}  # of regions, by what they have rows for
 
 
 def regions(cache: KvCache) -> list[Region]:
-    """The cache as kvtransfer sees it: one region a layer, all in the group "kv"."""
-    row = cache.layout
-    planes = tuple(Plane(item_bytes=size, is_shared=row.is_shared) for size in row.item_bytes)
-    layout = RowLayout(tokens=row.block_size, num_heads=row.num_kv_heads, planes=planes)
+    """The cache as kvtransfer sees it: what has a row a block is the group "kv", what has one a sequence "state"."""
     return [
-        Region(name=f"layer.{i}", group="kv", buffer=buffer.numpy().data, row_bytes=row.row_bytes, layout=layout)
-        for i, buffer in enumerate(cache.buffers)
+        Region(
+            name=each.name,
+            group=GROUPS[each.per],
+            buffer=buffer.numpy().data,
+            row_bytes=each.row_bytes,
+            layout=None if each.parts is None else _row_layout(each.parts),
+        )
+        for each, buffer in zip(cache.regions, cache.buffers, strict=True)
     ]
+
+
+def _row_layout(parts: BlockParts) -> RowLayout:
+    planes = tuple(Plane(item_bytes=size, is_shared=parts.is_shared) for size in parts.item_bytes)
+    return RowLayout(tokens=parts.tokens, num_heads=parts.num_heads, planes=planes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,12 +14,14 @@ class BatchItem:
     """What one sequence brings to a step.
 
     token_ids: the new tokens; start: the position of the first of them, which is the number of tokens already in the
-    cache; block_ids: the sequence's blocks in order, at least as many as start + len(token_ids) tokens need.
+    cache; block_ids: the sequence's blocks in order, at least as many as start + len(token_ids) tokens need; state: its
+    row in the regions of sequences, for a model that has such. Where start is 0, nothing in that row counts.
     """
 
     token_ids: Sequence[int]
     start: int
     block_ids: Sequence[int]
+    state: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,7 @@ class Batch:
     query_start: list[int]  # S + 1 entries
     context_lens: list[int]  # tokens of each sequence in the cache after this step
     last_token_rows: torch.Tensor  # int64 [S]: row of the last token of each sequence
+    states: torch.Tensor | None = None  # int64 [S]: each sequence's row in the regions of sequences
 
     @property
     def num_tokens(self) -> int:
@@ -49,7 +52,10 @@ class Batch:
 
     @classmethod
     def build(cls, items: Sequence[BatchItem], block_size: int) -> Batch:
-        """Packs `items` in order. Raises ValueError for an item without tokens or with too few blocks."""
+        """Packs `items` in order.
+
+        Raises ValueError for an item without tokens or with too few blocks, and when only some have a state.
+        """
         token_ids: list[int] = []  # plain lists: most steps bring one token a sequence, where arrays cost more
         positions: list[int] = []
         slots: list[int] = []
@@ -69,6 +75,9 @@ class Batch:
             context_lens.append(end)
         if not context_lens:
             raise ValueError("a batch needs at least one item")
+        states = [item.state for item in items if item.state is not None]
+        if len(states) not in (0, len(items)):
+            raise ValueError(f"{len(states)} of {len(items)} sequences have a state: all must, or none")
 
         tables = np.zeros((len(items), -(-max(context_lens) // block_size)), dtype=np.int32)
         for row, item in enumerate(items):
@@ -83,4 +92,5 @@ class Batch:
             query_start=query_start,
             context_lens=context_lens,
             last_token_rows=torch.from_numpy(np.array(query_start[1:], dtype=np.int64) - 1),
+            states=torch.from_numpy(np.array(states, dtype=np.int64)) if states else None,
         )

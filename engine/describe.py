@@ -75,7 +75,7 @@ def describe(model: Path) -> Description:
             LayerCache(
                 kind="keys and values" if parsed.latent is None else "latents",
                 layers=parsed.num_layers,
-                token_bytes={kind: layout.row_bytes for kind, layout in layouts.items()},
+                token_bytes={kind: layout.block_bytes // layout.num_layers for kind, layout in layouts.items()},
             )
         ],
     )

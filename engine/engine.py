@@ -16,20 +16,25 @@ import torch
 from engine import memory, models, ops, sampling
 from engine.batch import Batch
 from engine.block_pool import BlockPool
-from engine.kv_cache import KV_DTYPES, Allocate, KvCache
+from engine.kv_cache import KV_DTYPES, Allocate, KvCache, division
 from engine.loading import Checkpoint
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.latent_attention import FORMS
 from engine.quantization import AS_LOADED, WEIGHT_FORMATS
+from engine.state_pool import StatePool
 from twinpool.errors import ConfigError
 
 PROTOCOL_VERSION = "1"  # of everything that two workers must agree on beside weights and layout
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+BLOCK_SIZE = 64  # tokens, where nothing else is asked for or needed
 
 
 class Engine:
-    """Made by `load`. `cache` holds the rows, `blocks` says who owns them; peers of equal `fingerprint` share rows."""
+    """Made by `load`. `cache` holds the rows; `blocks` and `states` say who owns those of blocks and of sequences.
+
+    Peers of equal `fingerprint` share rows.
+    """
 
     def __init__(
         self, config: ModelConfig, model: Decoder, cache: KvCache, *, model_name: str, fingerprint: str
@@ -37,6 +42,7 @@ class Engine:
         self.config = config
         self.cache = cache
         self.blocks = BlockPool(cache.num_rows, cache.layout.block_size)
+        self.states = StatePool(cache)
         self.model_name = model_name
         self.fingerprint = fingerprint
         self._model = model
@@ -51,8 +57,9 @@ class Engine:
         kv_dtype: str = "int8",
         weights: str = AS_LOADED,
         latent_form: str = "absorbed",
-        block_size: int = 64,
+        block_size: int = 0,
         memory_bytes: int,
+        max_sequences: int = 64,
         threads: int = 0,
         allocate: Allocate | None = None,
     ) -> Engine:
@@ -60,8 +67,9 @@ class Engine:
 
         backend: a key of engine.ops; dtype: of weights and activations; weights: how matrices are held, one of
         engine.quantization.WEIGHT_FORMATS; latent_form: in which form latent attention is computed, one of
-        engine.models.latent_attention.FORMS; block_size: tokens a block; threads: that one operator may use, 0: one a
-        core; allocate: where the cache's memory comes from, when not from torch.
+        engine.models.latent_attention.FORMS; block_size: tokens a block, 0: BLOCK_SIZE or what the model needs;
+        max_sequences: how many hold a row of their own, where the model has such rows (see kv_cache.division); threads:
+        that one operator may use, 0: one a core; allocate: where the cache's memory comes from, when not from torch.
         Raises ConfigError for a directory, option or memory size that cannot work, before anything big is read where
         possible.
         """
@@ -69,16 +77,15 @@ class Engine:
         _check_choice("kv_dtype", kv_dtype, KV_DTYPES)
         _check_choice("weights", weights, WEIGHT_FORMATS)
         _check_choice("latent_form", latent_form, FORMS)
-        if block_size < 1:
-            raise ConfigError(f"block_size is {block_size}: it must be at least 1", field="block_size")
         operators = ops.load(backend)
         operators.set_num_threads(threads or len(os.sched_getaffinity(0)))
         config = ModelConfig.read(model_dir)
-        layout = models.cache_layout(config, block_size, kv_dtype)
+        layout = models.cache_layout(config, _block_size(block_size, models.block_granularity(config)), kv_dtype)
         checkpoint = Checkpoint(model_dir)
         _check_memory(config.num_parameters * (DTYPES[dtype].itemsize if weights == AS_LOADED else 1), memory_bytes)
         with torch.inference_mode():
-            cache = KvCache(layout, memory_bytes // layout.block_bytes, allocate=allocate)
+            num_rows, num_states = division(layout, memory_bytes, max_sequences)
+            cache = KvCache(layout, num_rows, num_states=num_states, allocate=allocate)
             model = models.read(
                 config,
                 checkpoint,
@@ -128,6 +135,16 @@ class Engine:
 def _check_choice(field: str, value: str, allowed: Iterable[str]) -> None:
     if value not in allowed:
         raise ConfigError(f"unknown {field} {value!r}: choose one of {', '.join(allowed)}", field=field)
+
+
+def _block_size(wanted: int, granularity: int) -> int:
+    """The block size that is used. granularity: what it must be a multiple of. Raises ConfigError."""
+    if wanted < 0 or wanted % granularity:
+        raise ConfigError(
+            f"block_size is {wanted}: allowed are multiples of {granularity}, and 0 for what suits the model",
+            field="block_size",
+        )
+    return wanted or -(-BLOCK_SIZE // granularity) * granularity
 
 
 def _check_memory(weight_bytes: int, cache_bytes: int) -> None:

@@ -1,6 +1,7 @@
-"""The paged KV cache: one region a layer, one row a block of tokens, allocated once at start.
+"""The cache: regions of rows, allocated once at start, and what a row is like for attention over keys and values.
 
-A row holds, side by side and head-major, so that a scale can never be separated from the data it scales:
+A row of KvLayout holds a block of tokens, side by side and head-major, so that a scale can never be separated from the
+data it scales:
 
     K  [num_kv_heads, block_size, head_dim]   int8 | bf16 | fp32
     V  [num_kv_heads, block_size, head_dim]
@@ -8,17 +9,19 @@ A row holds, side by side and head-major, so that a scale can never be separated
     V scales [num_kv_heads, block_size]
 
 Int8 keys are balanced and rotated first, as queries are (engine/models/int8_keys.py): attention scores stay the same.
-Block b of a sequence lives in row b of every layer's region. What is stored is what travels between the pools.
+Block b of a sequence lives in row b of every layer's region. What is stored is what travels between the pools. Other
+attention has other rows (engine/latent_cache.py), and some a row for every sequence as well (engine/region_shape.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from engine.region_shape import BlockParts, Per, RegionShape, row_bytes
 from twinpool.errors import ConfigError
 
 KV_DTYPES = {"int8": torch.int8, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -35,15 +38,15 @@ class KvLayout:
     kv_dtype: str  # a key of KV_DTYPES
 
     @property
-    def is_shared(self) -> bool:
-        """Whether a row belongs to all heads at once."""
-        return False
-
-    @property
-    def item_bytes(self) -> tuple[int, ...]:
-        """The planes of a row, in order: bytes for each KV head and token."""
+    def regions(self) -> tuple[RegionShape, ...]:
         head = self.head_dim * KV_DTYPES[self.kv_dtype].itemsize
-        return (head, head, 2, 2) if self.kv_dtype == "int8" else (head, head)
+        parts = BlockParts(
+            tokens=self.block_size,
+            num_heads=self.num_kv_heads,
+            item_bytes=(head, head, 2, 2) if self.kv_dtype == "int8" else (head, head),
+            is_shared=False,
+        )
+        return one_a_layer(self.num_layers, self.row_bytes, parts)
 
     @property
     def _plane_bytes(self) -> int:
@@ -60,7 +63,12 @@ class KvLayout:
     @property
     def block_bytes(self) -> int:
         """Bytes that one block of tokens takes over all layers."""
-        return self.num_layers * self.row_bytes
+        return row_bytes(self.regions, "block")
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that a sequence takes over all layers, beside its blocks."""
+        return 0
 
     def describe(self) -> str:
         """Everything two caches must agree on to exchange rows, as one line (part of the fingerprint).
@@ -73,8 +81,9 @@ class KvLayout:
             f"{' scales=token-head-fp16 keys=balanced-hadamard/v1' if self.kv_dtype == 'int8' else ''}"
         )
 
-    def view(self, buffer: torch.Tensor) -> KvView:
-        """uint8 [num_rows, row_bytes] seen as what it holds."""
+    def view(self, layer: int, buffers: Sequence[torch.Tensor]) -> KvView:
+        """The layer's one buffer, uint8 [num_rows, row_bytes], seen as what it holds."""
+        (buffer,) = buffers
         plane, scale = self._plane_bytes, self._scale_bytes
         shape = (self.num_kv_heads, self.block_size, self.head_dim)
         dtype = KV_DTYPES[self.kv_dtype]
@@ -106,52 +115,104 @@ class KvView:
 
 
 class Layout(Protocol):
-    """What rows are like, whatever attention they are for: KvLayout, or engine.latent_cache.LatentLayout."""
+    """What rows are like, whatever attention they are for: KvLayout, or engine.latent_cache.LatentLayout.
+
+    `regions` come in order of their layers; a layer may have several, or only one of sequences. `view` gives a model
+    what one layer remembers, from the buffers of that layer's regions in order.
+    """
 
     @property
     def num_layers(self) -> int: ...
     @property
     def block_size(self) -> int: ...
     @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def is_shared(self) -> bool: ...
-    @property
-    def item_bytes(self) -> tuple[int, ...]: ...
-    @property
-    def row_bytes(self) -> int: ...
+    def regions(self) -> tuple[RegionShape, ...]: ...
     @property
     def block_bytes(self) -> int: ...
+    @property
+    def state_bytes(self) -> int: ...
     def describe(self) -> str: ...
-    def view(self, buffer: torch.Tensor) -> Any: ...
+    def view(self, layer: int, buffers: Sequence[torch.Tensor]) -> Any: ...
+
+
+def one_a_layer(num_layers: int, row_bytes: int, parts: BlockParts) -> tuple[RegionShape, ...]:
+    """The simple case: every layer has one region, of blocks, and all are alike."""
+    return tuple(
+        RegionShape(name=f"layer.{layer}", layer=layer, per="block", row_bytes=row_bytes, parts=parts)
+        for layer in range(num_layers)
+    )
+
+
+def division(layout: Layout, memory_bytes: int, max_sequences: int) -> tuple[int, int]:
+    """Rows of blocks and rows of sequences that `memory_bytes` are divided into.
+
+    A model that remembers something for every sequence gets a row for each of max_sequences, in half of the memory at
+    most; the rest is blocks. Raises ConfigError when it does not hold one block and one sequence.
+    """
+    num_states = 0
+    if layout.state_bytes:
+        num_states = max(1, min(max_sequences, memory_bytes // 2 // layout.state_bytes))
+    num_rows = (memory_bytes - num_states * layout.state_bytes) // layout.block_bytes
+    if num_rows < 1:
+        what = f"one block of {layout.block_size} tokens" + (" and the state of one sequence" if num_states else "")
+        raise ConfigError(
+            f"the cache memory holds not {what}: raise --memory to {layout.block_bytes + layout.state_bytes} bytes at "
+            "least",
+            field="memory",
+        )
+    return num_rows, num_states
 
 
 Allocate = Callable[[int], memoryview]  # of so many writable, zeroed bytes, which live as long as they are looked at
 
+_LINE_BYTES = 64  # of a processor's cache: no two regions share one
+
 
 class KvCache:
-    """All layers' regions. `buffers[i]`: layer i's, uint8 [num_rows, row_bytes]; `views[i]`: the same memory, typed."""
+    """All regions. `buffers[i]`: that of `regions[i]`, uint8 [rows, row_bytes]; `views[layer]`: a layer's, typed.
 
-    def __init__(self, layout: Layout, num_rows: int, device: str = "cpu", *, allocate: Allocate | None = None) -> None:
+    A region of blocks has `num_rows` rows, one of sequences `num_states`.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        num_rows: int,
+        device: str = "cpu",
+        *,
+        num_states: int = 0,
+        allocate: Allocate | None = None,
+    ) -> None:
         """allocate: where host memory comes from, when not from torch."""
-        if num_rows < 1:
-            raise ConfigError(
-                f"the cache memory holds not one block of {layout.block_size} tokens: raise --memory to "
-                f"{layout.block_bytes} bytes at least"
-            )
+        if num_rows < 1 or (layout.state_bytes and num_states < 1):
+            raise ValueError(f"a cache of {num_rows} blocks and the states of {num_states} sequences holds nothing")
         self.layout = layout
         self.num_rows = num_rows
+        self.num_states = num_states if layout.state_bytes else 0
+        self.regions = layout.regions
+        shapes = [(num_rows if each.per == "block" else num_states, each.row_bytes) for each in self.regions]
+        ends = [0]
+        for rows, size in shapes:
+            ends.append(ends[-1] + -(-rows * size // _LINE_BYTES) * _LINE_BYTES)
         try:
             if allocate is None:
-                self.buffers = [
-                    torch.zeros(num_rows, layout.row_bytes, dtype=torch.uint8, device=device)
-                    for _ in range(layout.num_layers)
-                ]
+                self.buffers = [torch.zeros(*shape, dtype=torch.uint8, device=device) for shape in shapes]
             else:
-                whole = torch.frombuffer(allocate(num_rows * layout.block_bytes), dtype=torch.uint8)
-                self.buffers = list(whole.view(layout.num_layers, num_rows, layout.row_bytes))
+                whole = torch.frombuffer(allocate(ends[-1]), dtype=torch.uint8)
+                self.buffers = [
+                    whole[begin : begin + rows * size].view(rows, size)
+                    for begin, (rows, size) in zip(ends, shapes, strict=False)
+                ]
         except (RuntimeError, MemoryError) as exc:
-            raise ConfigError(
-                f"cannot allocate {num_rows * layout.block_bytes} bytes of KV cache: lower --memory"
-            ) from exc
-        self.views = [layout.view(buffer) for buffer in self.buffers]
+            raise ConfigError(f"cannot allocate {ends[-1]} bytes of KV cache: lower --memory", field="memory") from exc
+        self.views = [
+            layout.view(layer, [self.buffers[i] for i, each in enumerate(self.regions) if each.layer == layer])
+            for layer in range(layout.num_layers)
+        ]
+
+    def numbers(self, layer: int, per: Per) -> tuple[int, ...]:
+        """Of the regions of that layer and kind, in `regions`."""
+        return tuple(i for i, each in enumerate(self.regions) if each.layer == layer and each.per == per)
+
+    def buffers_of(self, per: Per) -> list[torch.Tensor]:
+        return [buffer for each, buffer in zip(self.regions, self.buffers, strict=True) if each.per == per]

@@ -15,11 +15,13 @@ No head owns any of it: it is shipped once, however many heads or ranks read it.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from engine.kv_cache import KV_DTYPES
+from engine.kv_cache import KV_DTYPES, one_a_layer
+from engine.region_shape import BlockParts, RegionShape, row_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +35,9 @@ class LatentLayout:
     kv_dtype: str  # a key of KV_DTYPES
 
     @property
-    def num_kv_heads(self) -> int:
-        return 1
-
-    @property
-    def is_shared(self) -> bool:
-        return True
+    def regions(self) -> tuple[RegionShape, ...]:
+        parts = BlockParts(tokens=self.block_size, num_heads=1, item_bytes=self.item_bytes, is_shared=True)
+        return one_a_layer(self.num_layers, self.row_bytes, parts)
 
     @property
     def item_bytes(self) -> tuple[int, ...]:
@@ -54,7 +53,12 @@ class LatentLayout:
     @property
     def block_bytes(self) -> int:
         """Bytes that one block of tokens takes over all layers."""
-        return self.num_layers * self.row_bytes
+        return row_bytes(self.regions, "block")
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that a sequence takes over all layers, beside its blocks."""
+        return 0
 
     def describe(self) -> str:
         """Everything two caches must agree on to exchange rows, as one line (part of the fingerprint)."""
@@ -63,8 +67,9 @@ class LatentLayout:
             f"{' rope-dtype=bf16 scales=token-fp16' if self.kv_dtype == 'int8' else ''}"
         )
 
-    def view(self, buffer: torch.Tensor) -> LatentView:
-        """uint8 [num_rows, row_bytes] seen as what it holds."""
+    def view(self, layer: int, buffers: Sequence[torch.Tensor]) -> LatentView:
+        """The layer's one buffer, uint8 [num_rows, row_bytes], seen as what it holds."""
+        (buffer,) = buffers
         ends = [0]
         for size in self.item_bytes:
             ends.append(ends[-1] + size * self.block_size)

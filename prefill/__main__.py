@@ -32,6 +32,8 @@ from twinpool.v1.worker_pb2_grpc import add_PrefillServicer_to_server
 
 logger = logging.getLogger(__name__)
 
+SNAPSHOTS = 4  # rows of sequences for each prompt side by side: its own, and what prefixes are taken up from
+
 
 def main() -> None:
     config = load(PrefillConfig, "prefill")
@@ -115,6 +117,7 @@ def _load(config: PrefillConfig) -> Engine:
         latent_form="plain",
         block_size=config.block_size,
         memory_bytes=config.memory,
+        max_sequences=SNAPSHOTS * sum(config.limits.prompts.values()),
         threads=config.threads or len(os.sched_getaffinity(0)),
     )
 

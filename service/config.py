@@ -172,10 +172,10 @@ class WorkerConfig(ProcessConfig):
         maximum=600,
     )
     block_size: int = option(
-        64,
-        help="tokens in one cache row; best the same on every worker, as others are mapped on the way",
+        0,
+        help="tokens in one cache row, 0: 64 or what the model needs; best the same on every worker",
         unit="tokens",
-        minimum=1,
+        minimum=0,
     )
     memory: Size = option(Size(1 << 30), help="KV cache, beside the weights, or a fraction of the memory", unit="bytes")
     threads: int = option(0, help="compute threads; 0 takes one a core", unit="threads", minimum=0, maximum=1024)

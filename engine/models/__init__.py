@@ -26,6 +26,11 @@ MODELS = {
 }
 
 
+def block_granularity(config: ModelConfig) -> int:
+    """What a block's number of tokens must be a multiple of: as many as one entry of the model's cache stands for."""
+    return 1
+
+
 def cache_layout(config: ModelConfig, block_size: int, kv_dtype: str) -> Layout:
     """What a row of the model's cache is like. block_size: tokens a row; kv_dtype: a key of KV_DTYPES."""
     if config.latent is not None:

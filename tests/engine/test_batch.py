@@ -25,6 +25,7 @@ def test_tokens_are_packed_with_positions_slots_and_tables() -> None:
         torch.int32,
     )
     assert not batch.is_decode
+    assert batch.states is None
 
 
 def test_one_token_a_sequence_is_a_decode_step() -> None:
@@ -35,3 +36,13 @@ def test_one_token_a_sequence_is_a_decode_step() -> None:
 def test_an_empty_batch_or_item_or_too_few_blocks_is_an_error(items: list[BatchItem]) -> None:
     with pytest.raises(ValueError, match=r"at least one item|do not fit"):
         Batch.build(items, 4)
+
+
+def test_rows_of_sequences_come_in_order_and_for_all_or_none() -> None:
+    items = [BatchItem([1], 4, [0, 1], 3), BatchItem([2, 3], 0, [2], 0)]
+    states = Batch.build(items, 4).states
+    assert states is not None
+    assert states.dtype == torch.int64
+    assert states.tolist() == [3, 0]
+    with pytest.raises(ValueError, match="1 of 2 sequences have a state"):
+        Batch.build([items[0], BatchItem([2, 3], 0, [2])], 4)

@@ -79,7 +79,7 @@ def test_the_native_operator_gives_the_reference(dtype: torch.dtype, kv_dtype: s
     layout = LatentLayout(num_layers=1, rank=64, rope_dim=16, block_size=16, kv_dtype=kv_dtype)
     views = []
     for ops in (cpu, reference):
-        view = layout.view(torch.full((20, layout.row_bytes), 0xFF, dtype=torch.uint8))
+        view = layout.view(0, [torch.full((20, layout.row_bytes), 0xFF, dtype=torch.uint8)])
         latents, rope = (torch.randn(90, n, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (64, 16))
         slots = torch.randperm(18, generator=torch.Generator().manual_seed(1))[:6].repeat_interleave(16)[:90] * 16
         slots = slots + torch.arange(90) % 16

@@ -129,7 +129,7 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("backend", "gpu"), ("dtype", "fp16"), ("kv_dtype", "int4"), ("block_size", 0)]
+    ("option", "value"), [("backend", "gpu"), ("dtype", "fp16"), ("kv_dtype", "int4"), ("block_size", -1)]
 )
 def test_a_wrong_option_is_named(path: Path, option: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:

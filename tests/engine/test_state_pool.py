@@ -1,0 +1,153 @@
+"""Rows of sequences: who owns them, and snapshots that later sequences go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from engine.kv_cache import KvCache, KvLayout, division
+from engine.region_shape import RegionShape, row_bytes
+from engine.state_pool import StatePool
+from twinpool.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedLayout:
+    """Two layers: one with rows of blocks and of sequences, one with rows of sequences alone."""
+
+    num_layers: int = 2
+    block_size: int = 4
+
+    @property
+    def regions(self) -> tuple[RegionShape, ...]:
+        return (
+            RegionShape(name="layer.0", layer=0, per="block", row_bytes=6),
+            RegionShape(name="layer.0.state", layer=0, per="sequence", row_bytes=20),
+            RegionShape(name="layer.1.state", layer=1, per="sequence", row_bytes=12),
+        )
+
+    @property
+    def block_bytes(self) -> int:
+        return row_bytes(self.regions, "block")
+
+    @property
+    def state_bytes(self) -> int:
+        return row_bytes(self.regions, "sequence")
+
+    def describe(self) -> str:
+        return "mixed"
+
+    def view(self, layer: int, buffers: Sequence[torch.Tensor]) -> Any:
+        return layer, list(buffers)
+
+
+def content(pool: StatePool, row: int) -> list[int]:
+    """The first byte of the row in every region."""
+    return [int(buffer[row, 0]) for buffer in pool._buffers]
+
+
+def fill(pool: StatePool, row: int, value: int) -> None:
+    for buffer in pool._buffers:
+        buffer[row] = value
+
+
+@pytest.fixture
+def pool() -> StatePool:
+    return StatePool(KvCache(MixedLayout(), 3, num_states=3))
+
+
+def test_every_region_has_the_rows_of_its_kind_whatever_the_memory_comes_from() -> None:
+    memory = bytearray(1 << 12)
+    for allocate in (None, lambda size: memoryview(memory)[:size]):
+        cache = KvCache(MixedLayout(), 5, num_states=2, allocate=allocate)
+        assert [tuple(buffer.shape) for buffer in cache.buffers] == [(5, 6), (2, 20), (2, 12)]
+        assert [[tuple(buffer.shape) for buffer in view[1]] for view in cache.views] == [[(5, 6), (2, 20)], [(2, 12)]]
+        assert cache.numbers(0, "sequence") == (1,)
+        assert cache.numbers(1, "block") == ()
+        for number, buffer in enumerate(cache.buffers):
+            buffer.fill_(number + 1)
+        assert [buffer.unique().tolist() for buffer in cache.buffers] == [[1], [2], [3]]  # none lies in another
+
+
+def test_memory_is_divided_between_blocks_and_sequences() -> None:
+    layout = MixedLayout()
+    assert division(layout, 6000, 10) == ((6000 - 320) // 6, 10)
+    assert division(layout, 600, 10) == ((600 - 9 * 32) // 6, 9)  # half of it at most
+    assert division(layout, 38, 10) == (1, 1)
+    assert division(KvLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=4, kv_dtype="bf16"), 70, 9) == (2, 0)
+    with pytest.raises(ConfigError, match="and the state of one sequence: raise --memory to 38 "):
+        division(layout, 37, 10)
+
+
+def test_rows_are_held_by_one_and_given_back(pool: StatePool) -> None:
+    rows = pool.allocate(2)
+    assert rows is not None
+    assert pool.allocate(2) is None
+    assert pool.has_room(1)
+    assert not pool.has_room(2)
+    pool.release(rows)
+    assert pool.num_free == 3
+    with pytest.raises(ValueError, match="released twice"):
+        pool.release(rows[:1])
+
+
+def test_cleared_and_copied_rows_leave_others_alone(pool: StatePool) -> None:
+    for row in range(3):
+        fill(pool, row, row + 1)
+    pool.copy(0, to=2)
+    pool.clear([0])
+    assert [content(pool, row) for row in range(3)] == [[0, 0], [2, 2], [1, 1]]
+
+
+def test_a_snapshot_is_a_copy_and_so_is_what_goes_on_from_it(pool: StatePool) -> None:
+    (own,) = pool.allocate(1) or []
+    fill(pool, own, 7)
+    pool.publish(b"a", own)
+    fill(pool, own, 8)
+    resumed = pool.resume(b"a")
+    assert content(pool, resumed) == [7, 7]
+    fill(pool, resumed, 9)
+    pool.release([resumed])
+    assert content(pool, pool.resume(b"a")) == [7, 7]
+
+
+def test_snapshots_give_way_least_recently_used_first(pool: StatePool) -> None:
+    (own,) = pool.allocate(1) or []
+    for digest in (b"a", b"b"):
+        pool.publish(digest, own)
+    pool.publish(b"a", own)  # known: used again
+    assert pool.published() == [b"a", b"b"]
+    assert pool.num_free == 2
+    pool.publish(b"c", own)
+    assert pool.published() == [b"c", b"a"]
+    assert pool.allocate(2) is not None
+    assert pool.num_snapshots == 0
+    pool.publish(b"d", own)  # no row to be had
+    assert b"d" not in pool
+
+
+def test_the_last_row_is_the_snapshots_own(pool: StatePool) -> None:
+    rows = pool.allocate(2) or []
+    fill(pool, rows[0], 5)
+    pool.publish(b"a", rows[0])
+    own = pool.resume(b"a")
+    assert content(pool, own) == [5, 5]
+    assert b"a" not in pool
+    assert own not in rows
+    assert pool.num_free == 0
+    pool.release([own, *rows])
+    assert pool.num_free == 3
+
+
+def test_a_model_without_such_rows_always_has_room() -> None:
+    layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=4, kv_dtype="int8")
+    pool = StatePool(KvCache(layout, 3))
+    assert not pool.exists
+    assert pool.has_room(100)
+    assert pool.allocate(100) == []
+    pool.publish(b"a", 0)
+    assert b"a" not in pool
