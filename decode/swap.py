@@ -63,8 +63,6 @@ class SwapArea:
 
 def division(cache: KvCache, swap_bytes: int) -> tuple[int, int]:
     """Slots for blocks and slots for the states of sequences, in the proportion of the cache's rows."""
-    layout = cache.layout
-    states = (
-        swap_bytes * cache.num_states // (cache.num_rows * layout.block_bytes + cache.num_states * layout.state_bytes)
-    )
-    return (swap_bytes - states * layout.state_bytes) // layout.block_bytes, states
+    block_bytes, state_bytes = cache.layout.block_bytes, cache.layout.state_bytes
+    num_states = swap_bytes * cache.num_states // (cache.num_rows * block_bytes + cache.num_states * state_bytes)
+    return (swap_bytes - num_states * state_bytes) // block_bytes, num_states
