@@ -347,8 +347,10 @@ class Registry:
 
 
 def _common(wanted: tuple[int, ...], held: frozenset[int]) -> int:
-    """How many of `wanted`, from the first on, are held."""
-    return sum(1 for _ in itertools.takewhile(held.__contains__, wanted))
+    """How many of `wanted` the last one that is held stands for: it covers all before it."""
+    if held.isdisjoint(wanted):
+        return 0
+    return next(number for number in range(len(wanted), 0, -1) if wanted[number - 1] in held)
 
 
 async def _close(closing: Awaitable[None], worker_id: str) -> None:

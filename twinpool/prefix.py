@@ -1,8 +1,8 @@
 """Names for cached prefixes, that workers and routers compute alike: one chained digest a block of tokens.
 
 The digest of block i covers the salt and all tokens from the start to the block's end, so that equal digests mean
-equal prefixes. Workers report those of the blocks that they have in short form; a router counts how many of a prompt's
-are there.
+equal prefixes. Workers report in short form those of the blocks at whose end they can go on; a router looks for the
+last of a prompt's that is there.
 """
 
 from __future__ import annotations
