@@ -56,6 +56,8 @@ class DecodeMetrics:
         self.batch_limit = gauge("batch_limit", "Sequences allowed in the last step, by the strictest TPOT target.")
         self.rows_total = gauge("rows_total", "Cache rows.")
         self.rows_used = gauge("rows_used", "Cache rows held by requests and reservations.")
+        self.states_total = gauge("states_total", "Cache rows of sequences, of models that have such.")
+        self.states_used = gauge("states_used", "Of those, held by requests and reservations.")
         self.swap_rows_used = gauge("swap_rows_used", "Rows of the swap area that hold a sequence.")
         self.transfers = ReceiverMetrics(registry)
         self._of_class: dict[str, ClassMetrics] = {}

@@ -143,6 +143,7 @@ class Generation:
     number: int  # order of arrival
     phase: Phase = Phase.WAITING
     block_ids: list[int] = field(default_factory=list)  # prompt, then first growth; dealt to sequences at the commit
+    state_ids: list[int] = field(default_factory=list)  # one for each choice, the prompt's first; dealt as well
     reservation: Reservation | None = None
     num_computed: int = 0  # tokens of a prompt that is computed here
     compute_s: float = 0.0  # its share, by tokens, of the steps that computed them
@@ -158,12 +159,18 @@ class Generation:
     def deadline(self) -> float:
         return self.received_at + self.request.timeout_s
 
+    @property
+    def state(self) -> int | None:
+        """The prompt's, until it is dealt."""
+        return self.state_ids[0] if self.state_ids else None
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One choice of a request. Its last token is not in the cache yet: the next step computes it.
 
-    It holds rows (`block_ids`) or, while it is swapped out, swap rows (`slots`), never both.
+    It holds rows (`block_ids`) or, while it is swapped out, swap rows (`slots`), never both; so too its one row of the
+    regions of sequences, for a model that has such.
     """
 
     generation: Generation
@@ -174,10 +181,16 @@ class Sequence:
     last_token_at: float
     block_ids: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
+    state_ids: list[int] = field(default_factory=list)
+    state_slots: list[int] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def state(self) -> int | None:
+        return self.state_ids[0] if self.state_ids else None
 
     @property
     def seniority(self) -> tuple[int, int, int]:

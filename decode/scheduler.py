@@ -48,6 +48,7 @@ from decode.rows import Rows
 from decode.swap import SwapArea
 from engine.block_pool import BlockPool
 from engine.sampling import Sampled
+from engine.state_pool import StatePool
 from kvtransfer import Reservation
 from twinpool.errors import Duplicate, InvalidRequest, Overloaded, TransferFailed, TwinpoolError
 from twinpool.sampling import FinishReason
@@ -69,15 +70,18 @@ class Scheduler:
         self,
         limits: Limits,
         blocks: BlockPool,
+        states: StatePool,
         swap: SwapArea,
+        state_swap: SwapArea,
         *,
         reserve: Callable[[Generation, list[int], float], Reservation],
         emit: Callable[[Generation, Event], None],
         metrics: DecodeMetrics,
     ) -> None:
-        """reserve(generation, block ids of the prompt, timeout in s) makes them a target or raises TwinpoolError."""
+        """reserve(generation, block ids of the prompt, timeout in s) makes them, and the state of the first choice, a
+        target or raises TwinpoolError."""
         self._limits = limits
-        self._rows = Rows(blocks, swap, evict=self._evict, metrics=metrics)
+        self._rows = Rows(blocks, states, swap, state_swap, evict=self._evict, metrics=metrics)
         self._reserve = reserve
         self._emit = emit
         self._metrics = metrics
@@ -308,17 +312,15 @@ class Scheduler:
         )
         if holders and holders + request.sampling.n > self._limits.max_batch:
             return False
-        block_ids = self._rows.first(request)
-        if block_ids is None:
+        if not self._rows.first(generation):
             return False
-        generation.block_ids = block_ids
         target = b""
         if request.local_prefill:
             generation.phase = Phase.PREFILLING
             self._prompts.add(generation)
         else:
             try:
-                prompt_block_ids = block_ids[: self._rows.num_prompt_blocks(request)]
+                prompt_block_ids = generation.block_ids[: self._rows.num_prompt_blocks(request)]
                 generation.reservation = self._reserve(generation, prompt_block_ids, generation.deadline - now)
             except TwinpoolError as error:
                 self._end(generation, Reason.FAILED, error)

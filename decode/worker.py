@@ -21,7 +21,7 @@ from decode.metrics import DecodeMetrics
 from decode.prompts import Chunk
 from decode.request import Event, Generation, Output, Reason, Request, Sequence, Session
 from decode.scheduler import Limits, Scheduler
-from decode.swap import SwapArea
+from decode.swap import SwapArea, division
 from engine.batch import Batch, BatchItem
 from engine.engine import Engine
 from engine.kv_cache import KvCache
@@ -90,7 +90,8 @@ class Worker:
         self._receiver = receiver
         self._metrics = metrics
         self._decode_note = decode_note
-        self._swap = SwapArea(engine.cache, swap_bytes // engine.cache.layout.block_bytes)
+        num_slots, num_state_slots = division(engine.cache, swap_bytes)
+        self._swap = SwapArea(engine.cache, num_slots)
         blocks = engine.blocks
         self.max_context = min(engine.config.max_context, blocks.num_blocks * blocks.block_size)
         self._scheduler = Scheduler(
@@ -102,7 +103,9 @@ class Worker:
                 prefill_chunk=prefill_chunk,
             ),
             blocks,
+            engine.states,
             self._swap,
+            SwapArea(engine.cache, num_state_slots, "sequence"),
             reserve=self._reserve,
             emit=self._emit,
             metrics=metrics,
@@ -114,6 +117,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._load = self._snapshot()
         metrics.rows_total.set(blocks.num_blocks)
+        metrics.states_total.set(engine.states.num_rows)
 
     def start(self) -> None:
         self._thread.start()
@@ -200,7 +204,9 @@ class Worker:
                 generation.arrived_at = 0.0
 
     def _compute(self, sequences: Items[Sequence]) -> list[Sampled]:
-        items = [BatchItem(each.output_token_ids[-1:], each.num_tokens - 1, each.block_ids) for each in sequences]
+        items = [
+            BatchItem(each.output_token_ids[-1:], each.num_tokens - 1, each.block_ids, each.state) for each in sequences
+        ]
         hidden = self._engine.forward(Batch.build(items, self._engine.blocks.block_size))
         rows = [
             SampleRow(each.sampling, each.prompt_token_ids, each.output_token_ids, each.choice) for each in sequences
@@ -210,7 +216,10 @@ class Worker:
     def _prefill(self, chunks: list[Chunk]) -> None:
         begin = time.monotonic()
         try:
-            items = [BatchItem(each.token_ids, each.start, each.generation.block_ids) for each in chunks]
+            items = [
+                BatchItem(each.token_ids, each.start, each.generation.block_ids, each.generation.state)
+                for each in chunks
+            ]
             batch = Batch.build(items, self._engine.blocks.block_size)
             hidden = self._engine.forward(batch)
             for i, chunk in enumerate(chunks):
@@ -236,13 +245,17 @@ class Worker:
         self._scheduler.fail(generations, Internal(message))
 
     def _reserve(self, generation: Generation, block_ids: list[int], timeout_s: float) -> Reservation:
-        """Makes the blocks a transfer target; what becomes of it comes back through the inbox."""
-        request = generation.request
+        """Makes the prompt's rows a transfer target; what becomes of it comes back through the inbox."""
+        request, regions = generation.request, self._engine.cache.regions
+        rows = {GROUPS["block"]: block_ids}
+        if generation.state is not None:
+            rows[GROUPS["sequence"]] = [generation.state]
+        is_cut = any(each.parts for each in regions)  # rows of blocks that can be made from a sender's of another size
         return self._receiver.reserve(
             request_id=request.request_id,
             attempt=request.attempt,
-            rows={"kv": block_ids},
-            tokens={"kv": len(request.token_ids)},
+            rows=rows,
+            tokens={GROUPS["block"]: len(request.token_ids)} if is_cut else None,
             timeout_s=timeout_s,
             on_commit=lambda commit: self._inbox.put(partial(self._committed, generation, commit, time.monotonic())),
             on_failed=lambda error: self._inbox.put(partial(self._scheduler.transfer_failed, generation, error)),
@@ -273,7 +286,7 @@ class Worker:
         return Load(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting + scheduler.num_reserved + scheduler.num_prefilling,
-            rows_free=self._engine.blocks.num_free,
+            rows_free=self._engine.blocks.num_free if self._engine.states.has_room(1) else 0,
             tokens=self._num_tokens,
             prompt_tokens=scheduler.num_prompt_tokens,
         )
@@ -287,5 +300,7 @@ class Worker:
         metrics.reservations.set(scheduler.num_reserved)
         metrics.prefilling.set(scheduler.num_prefilling)
         metrics.swapped.set(scheduler.num_swapped)
-        metrics.rows_used.set(self._engine.blocks.num_blocks - load.rows_free)
+        blocks, states = self._engine.blocks, self._engine.states
+        metrics.rows_used.set(blocks.num_blocks - blocks.num_free)
+        metrics.states_used.set(states.num_rows - states.num_free)
         metrics.swap_rows_used.set(self._swap.num_rows - self._swap.num_free)

@@ -74,7 +74,7 @@ class StatePool:
 
     # Snapshots
 
-    def __contains__(self, digest: bytes) -> bool:
+    def __contains__(self, digest: object) -> bool:
         return digest in self._snapshots
 
     def publish(self, digest: bytes, row: int) -> None:

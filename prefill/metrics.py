@@ -52,6 +52,9 @@ class PrefillMetrics:
         self.waiting = gauge("waiting", "Requests accepted and not begun.")
         self.rows_total = gauge("rows_total", "Cache rows.")
         self.rows_used = gauge("rows_used", "Cache rows held by requests; the prefix cache alone does not count.")
+        self.states_total = gauge("states_total", "Cache rows of sequences, of models that have such.")
+        self.states_used = gauge("states_used", "Of those, held by requests; snapshots alone do not count.")
+        self.snapshots = gauge("snapshots", "Of those, kept for later prompts with the same prefix.")
         self.transfers = SenderMetrics(registry)
 
 

@@ -100,6 +100,7 @@ class Sequence:
     output: list[int] = field(default_factory=list)  # tokens generated here; the last is not in the cache yet
     order: tuple[int, int] = (0, 0)  # (-priority, arrival), as the scheduler says
     block_ids: list[int] = field(default_factory=list)  # one reference each; the prompt's blocks once admitted
+    state: int | None = None  # its row of the regions of sequences, where the model has such, once admitted
     num_cached: int = 0  # tokens taken from the prefix cache
     num_computed: int = 0  # tokens in the cache, cached ones included
     num_put: int = 0  # blocks handed to the push

@@ -4,7 +4,7 @@ Life of a request here:
 
  1. `add` puts it into the queue of its input class: higher priority first, then in order of arrival.
  2. `next_batch` admits it when its class has a place left (short inputs: many, long ones: few), the step has tokens
-    left, and the pool has rows for the whole prompt. Full blocks found in the prefix cache are taken over.
+    left, and the pools have rows for the whole prompt. Full blocks found in the prefix cache are taken over.
  3. Each step computes a chunk of it. The classes share a step's token budget evenly and pass on what they do not need:
     a short prompt is computed between the chunks of a long one, and a stream of short ones never stops the long one.
  4. `computed` publishes its full blocks to the prefix cache; after the last chunk it has left this scheduler, and its
@@ -13,6 +13,10 @@ Life of a request here:
 Where this worker generates the whole answer (the decode pool is empty), `generate` takes a computed prompt back, once
 for each token: those that generate come first in a step, with a token each. When rows run out, the last in order loses
 its own and waits for others as a prompt does, its answer so far with it.
+
+Models that remember something for every sequence beside its blocks (engine/state_pool.py): a request holds a row of
+those too, from admission until `free`. A prefix is then of use only where there is a snapshot at its end. So chunks end
+on block boundaries where they can, and at the last one of the prompt in any case, and leave a snapshot there.
 
 `remove` takes a request out at any point. A plain class without threads or clocks; the device thread owns it.
 """
@@ -24,6 +28,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine.block_pool import BlockPool
+from engine.state_pool import StatePool
 from prefill.request import Chunk, Request, Sequence
 from twinpool.errors import InvalidRequest
 
@@ -56,9 +61,10 @@ class _Class:
 
 
 class Scheduler:
-    def __init__(self, limits: BatchLimits, blocks: BlockPool) -> None:
+    def __init__(self, limits: BatchLimits, blocks: BlockPool, states: StatePool) -> None:
         self._budget = limits.token_budget
         self._blocks = blocks
+        self._states = states
         self._classes = {name: _Class(limit) for name, limit in limits.prompts.items()}
         self._generating: list[Sequence] = []  # whose turn it is first
         self.num_preempted = 0  # that lost their rows; only grows
@@ -119,7 +125,9 @@ class Scheduler:
         sequence.num_computed = chunk.end
         request = sequence.request
         if not sequence.output:
-            self._blocks.publish(request.token_ids[: chunk.end], sequence.block_ids, request.cache_salt)
+            digest = self._blocks.publish(request.token_ids[: chunk.end], sequence.block_ids, request.cache_salt)
+            if digest and sequence.state is not None and chunk.end % self._blocks.block_size == 0:
+                self._states.publish(digest, sequence.state)
         if chunk.is_last and sequence not in self._generating:
             self._classes[request.input_class].running.remove(sequence)
 
@@ -127,6 +135,9 @@ class Scheduler:
         """Gives its rows back. Nothing may read or write them any more. Idempotent."""
         block_ids, sequence.block_ids = sequence.block_ids, []
         self._blocks.release(block_ids)
+        if sequence.state is not None:
+            self._states.release([sequence.state])
+            sequence.state = None
 
     @property
     def num_waiting(self) -> int:
@@ -179,11 +190,11 @@ class Scheduler:
         """Adds up to `budget` tokens of one class to the step; how many it added."""
         left = budget
         for sequence in own.running:
-            left -= _take(sequence, left, tokens)
+            left -= self._take(sequence, left, tokens)
         while left > 0 and own.waiting and len(own.running) < own.limit and self._admit(own.waiting[0], now):
             _, sequence = own.waiting.pop(0)
             own.running.append(sequence)
-            left -= _take(sequence, left, tokens)
+            left -= self._take(sequence, left, tokens)
         return budget - left
 
     def _admit(self, entry: tuple[tuple[int, int], Sequence], now: float) -> bool:
@@ -191,12 +202,14 @@ class Scheduler:
         order, sequence = entry
         if self._starved is not None and order > self._starved[0]:
             return False
-        cached = (
-            []
-            if sequence.wants_prompt_logprobs
-            else self._blocks.match_prefix(sequence.token_ids, sequence.request.cache_salt)
-        )
+        cached: list[int] = []
+        if not sequence.wants_prompt_logprobs:
+            ends = self._states if self._states.exists else None
+            cached = self._blocks.match_prefix(sequence.token_ids, sequence.request.cache_salt, ends)
         fresh = self._blocks.allocate(self._num_blocks(sequence.num_tokens) - len(cached))
+        if fresh is not None and not self._states.has_room(1):
+            self._blocks.release(fresh)
+            fresh = None
         if fresh is None:
             self._blocks.release(cached)
             self._starved = entry
@@ -204,18 +217,40 @@ class Scheduler:
         if self._starved is entry:
             self._starved = None
         sequence.block_ids = cached + fresh
+        sequence.state = self._begin_state(cached)
         sequence.num_cached = sequence.num_computed = len(cached) * self._blocks.block_size
         sequence.admitted_at = now
         return True
 
+    def _begin_state(self, cached: list[int]) -> int | None:
+        """The sequence's own row, as it is at the end of these blocks."""
+        if not self._states.exists:
+            return None
+        if cached:
+            return self._states.resume(self._blocks.digest_of(cached[-1]))
+        rows = self._states.allocate(1) or []
+        self._states.clear(rows)
+        return rows[0]
+
+    def _take(self, sequence: Sequence, budget: int, tokens: dict[Sequence, int]) -> int:
+        """Adds as much of the prompt as `budget` allows to the step; how many tokens that was."""
+        taken = tokens.get(sequence, 0)
+        end = min(sequence.num_computed + taken + budget, sequence.num_tokens)
+        if self._states.exists and not sequence.output:
+            end = self._boundary(sequence, end)
+        count = end - sequence.num_computed - taken
+        if count > 0:
+            tokens[sequence] = taken + count
+        return max(count, 0)
+
+    def _boundary(self, sequence: Sequence, end: int) -> int:
+        """The end of the last block that a chunk up to `end` fills, of those that a later prompt could begin with.
+
+        `end` itself where it fills none, for a step may be smaller than a block.
+        """
+        block_size = self._blocks.block_size
+        boundary = min(end, sequence.num_tokens - 1) // block_size * block_size
+        return boundary if boundary > sequence.num_computed else end
+
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._blocks.block_size)
-
-
-def _take(sequence: Sequence, budget: int, tokens: dict[Sequence, int]) -> int:
-    """Adds as much of the prompt as `budget` allows to the step; how many tokens that was."""
-    taken = tokens.get(sequence, 0)
-    count = min(sequence.num_left - taken, budget)
-    if count > 0:
-        tokens[sequence] = taken + count
-    return count

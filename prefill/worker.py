@@ -86,16 +86,32 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Blocks first .. end - 1 of a sequence become final in this step and go to its push, layer by layer."""
+    """Blocks first .. end - 1 of a sequence become final in this step and go to its push, layer by layer.
+
+    So does its state, with the last chunk.
+    """
 
     sequence: Sequence
     push: Push
     first: int
     end: int
+    is_last: bool
 
-    def put(self, layer: int) -> None:
+    def put(self, regions: _LayerRegions) -> None:
         if self.end > self.first:
-            self.push.put(layer, range(self.first, self.end), self.sequence.block_ids[self.first : self.end])
+            for region in regions.blocks:
+                self.push.put(region, range(self.first, self.end), self.sequence.block_ids[self.first : self.end])
+        if self.is_last and self.sequence.state is not None:
+            for region in regions.states:
+                self.push.put(region, [0], [self.sequence.state])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LayerRegions:
+    """Numbers of one layer's regions: of blocks, of sequences."""
+
+    blocks: tuple[int, ...]
+    states: tuple[int, ...]
 
 
 class Worker:
@@ -114,7 +130,12 @@ class Worker:
         """encode_note: what travels with the commit to the decode worker; max_requests: accepted at a time."""
         self._engine = engine
         self._sender = sender
-        self._scheduler = Scheduler(limits, engine.blocks)
+        self._scheduler = Scheduler(limits, engine.blocks, engine.states)
+        cache = engine.cache
+        self._regions = [
+            _LayerRegions(blocks=cache.numbers(layer, "block"), states=cache.numbers(layer, "sequence"))
+            for layer in range(cache.layout.num_layers)
+        ]
         self._metrics = metrics
         self._encode_note = encode_note
         self.max_context = min(engine.config.max_context, engine.blocks.num_blocks * engine.blocks.block_size)
@@ -131,6 +152,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._load = self._snapshot()
         metrics.rows_total.set(engine.blocks.num_blocks)
+        metrics.states_total.set(engine.states.num_rows)
 
     def start(self) -> None:
         self._thread.start()
@@ -247,13 +269,13 @@ class Worker:
 
     def _compute(self, chunks: list[Chunk]) -> list[tuple[Sequence, list[Sampled]]]:
         """Runs the step; the first tokens of the prompts that are complete with it."""
-        items = [BatchItem(each.token_ids, each.start, each.sequence.block_ids) for each in chunks]
+        items = [BatchItem(each.token_ids, each.start, each.sequence.block_ids, each.sequence.state) for each in chunks]
         batch = Batch.build(items, self._engine.blocks.block_size)
         finals = [self._final_rows(chunk, chunk.sequence.push) for chunk in chunks if chunk.sequence.push is not None]
 
         def on_layer(layer: int) -> None:
             for rows in finals:
-                rows.put(layer)
+                rows.put(self._regions[layer])
 
         hidden = self._engine.forward(batch, on_layer)
         for rows in finals:
@@ -281,7 +303,7 @@ class Worker:
     def _final_rows(self, chunk: Chunk, push: Push) -> _Rows:
         num_blocks = len(chunk.sequence.block_ids)
         end = num_blocks if chunk.is_last else chunk.end // self._engine.blocks.block_size
-        return _Rows(chunk.sequence, push, chunk.sequence.num_put, end)
+        return _Rows(chunk.sequence, push, chunk.sequence.num_put, end, chunk.is_last)
 
     def _sample(self, sequences: list[Sequence], hidden: torch.Tensor) -> list[tuple[Sequence, list[Sampled]]]:
         """hidden: [sequences, hidden], the last token of each prompt."""
@@ -388,7 +410,7 @@ class Worker:
             running=running,
             waiting=len(self._open) - running,
             waiting_tokens=self._scheduler.num_waiting_tokens,
-            rows_free=self._engine.blocks.num_free,
+            rows_free=self._engine.blocks.num_free if self._engine.states.has_room(1) else 0,
             computed_tokens=self._computed_tokens,
             waiting_long_tokens=self._scheduler.num_waiting_tokens_of("long"),
             prefixes=self._known_prefixes(),
@@ -398,7 +420,9 @@ class Worker:
         """As of PREFIXES_S ago at most: routers hear of them once a heartbeat, and there may be thousands."""
         now = time.monotonic()
         if now - self._prefixes_at > PREFIXES_S:
-            self._prefixes = tuple(map(short, self._engine.blocks.published(MOST_PREFIXES)))
+            blocks, states = self._engine.blocks, self._engine.states
+            usable = blocks.whole(states.published()) if states.exists else blocks.published(MOST_PREFIXES)
+            self._prefixes = tuple(map(short, usable[:MOST_PREFIXES]))
             self._prefixes_at = now
         return self._prefixes
 
@@ -409,4 +433,7 @@ class Worker:
         self._metrics.generating.set(self._scheduler.num_generating)
         self._metrics.preemptions.inc(self._scheduler.num_preempted - self._num_preempted)
         self._num_preempted = self._scheduler.num_preempted
-        self._metrics.rows_used.set(self._engine.blocks.num_blocks - load.rows_free)
+        blocks, states = self._engine.blocks, self._engine.states
+        self._metrics.rows_used.set(blocks.num_blocks - blocks.num_free)
+        self._metrics.states_used.set(states.num_rows - states.num_free)
+        self._metrics.snapshots.set(states.num_snapshots)

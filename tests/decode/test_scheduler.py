@@ -14,6 +14,7 @@ from decode.swap import SwapArea
 from engine.block_pool import BlockPool
 from engine.kv_cache import KvCache, KvLayout
 from engine.sampling import Sampled
+from engine.state_pool import StatePool
 from twinpool.errors import Duplicate, InvalidRequest, Overloaded
 from twinpool.sampling import FinishReason, SamplingParams
 
@@ -57,14 +58,17 @@ class Desk:
     def __post_init__(self) -> None:
         layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=BLOCK, kv_dtype="int8")
         self.blocks = BlockPool(self.rows, BLOCK)
-        self.swap = SwapArea(KvCache(layout, self.rows), self.swap_rows)
+        cache = KvCache(layout, self.rows)
+        self.swap = SwapArea(cache, self.swap_rows)
         self.router = Router()
         self.scheduler = Scheduler(
             Limits(
                 max_batch=self.max_batch, max_waiting=self.max_waiting, vocab_size=1000, max_context=self.rows * BLOCK
             ),
             self.blocks,
+            StatePool(cache),
             self.swap,
+            SwapArea(cache, 0, "sequence"),
             reserve=self._reserve,  # type: ignore[arg-type]
             emit=lambda generation, event: self.events.append(
                 (generation.request.request_id, generation.request.attempt, event)

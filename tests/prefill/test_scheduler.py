@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from engine.block_pool import BlockPool
+from engine.kv_cache import KvCache, KvLayout
+from engine.state_pool import StatePool
 from prefill.request import Chunk, Request, Sequence
 from prefill.scheduler import BatchLimits, Scheduler
 from twinpool.errors import InvalidRequest
@@ -16,7 +18,9 @@ BLOCK = 16
 
 def scheduler(*, budget: int = 64, short: int = 32, long: int = 8, rows: int = 1000) -> tuple[Scheduler, BlockPool]:
     pool = BlockPool(rows, BLOCK)
-    return Scheduler(BatchLimits(token_budget=budget, prompts={"short": short, "long": long}), pool), pool
+    layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=BLOCK, kv_dtype="int8")
+    limits = BatchLimits(token_budget=budget, prompts={"short": short, "long": long})
+    return Scheduler(limits, pool, StatePool(KvCache(layout, 1))), pool
 
 
 def sequence(length: int, input_class: str = "short", *, seed: int = 0, **options: Any) -> Sequence:
