@@ -126,7 +126,7 @@ def _difference(receiver: Shape, sender: Shape, in_opaque_group: bool) -> str | 
         return "names and groups must be the same; serve the same model with the same version"
     mine, theirs = receiver.layout, sender.layout
     if mine is None or theirs is None:
-        return "opaque rows must be equal; serve the same model with the same options"
+        return "opaque rows must be equal; serve the same model with the same options, the block size among them"
     if mine.planes != theirs.planes:
         return "the bytes of a token must be the same; set the same KV dtype and serve the same model"
     if not theirs.first_head <= mine.first_head <= mine.end_head <= theirs.end_head:

@@ -27,6 +27,7 @@ from engine.batch import Batch, BatchItem
 from engine.engine import Engine
 from engine.kv_cache import KvCache
 from engine.sampling import Sampled, SampleRow
+from engine.state_pool import StatePool
 from kvtransfer import KvReceiver, KvSender, SharedMemory
 from prefill.metrics import PrefillMetrics
 from prefill.request import Finished, FirstTokens, Transferred
@@ -59,15 +60,19 @@ def load_engine(
 def alone(engine: Engine, prompt: Sequence[int], params: SamplingParams, choice: int = 0) -> list[int]:
     """The output of one choice when the engine has nothing else to do: whole prompt at once, then token by token."""
     blocks = engine.blocks.allocate(-(-(len(prompt) + (params.max_tokens or 0)) // engine.blocks.block_size))
+    states = engine.states.allocate(1)
     assert blocks is not None
+    assert states is not None
     tokens, start, output = list(prompt), 0, []
     while True:
-        batch = Batch.build([BatchItem(tokens, start, blocks)], engine.blocks.block_size)
+        item = BatchItem(tokens, start, blocks, *states)
+        batch = Batch.build([item], engine.blocks.block_size)
         logits = engine.logits(engine.forward(batch)[-1:])
         (sampled,) = engine.sample(logits, [SampleRow(params, prompt, output, choice)])
         output.append(sampled.token_id)
         if sampled.finish_reason:
             engine.blocks.release(blocks)
+            engine.states.release(states)
             return output
         start += len(tokens)
         tokens = [sampled.token_id]
@@ -183,7 +188,10 @@ class Pair:
         self.memory = SharedMemory()
         if transport == "shm":  # its cache has to lie where the sender can reach it
             cache = decode_engine.cache
-            decode_engine.cache = KvCache(cache.layout, cache.num_rows, allocate=self.memory.allocate)
+            decode_engine.cache = KvCache(
+                cache.layout, cache.num_rows, num_states=cache.num_states, allocate=self.memory.allocate
+            )
+            decode_engine.states = StatePool(decode_engine.cache)
         self.prefill_engine, self.decode_engine = prefill_engine, decode_engine
         self.registry = CollectorRegistry()
         prefill_metrics, decode_metrics = PrefillMetrics(self.registry), DecodeMetrics(self.registry)
@@ -273,11 +281,14 @@ class Pair:
         found = {
             "prefill rows": self.prefill_engine.blocks.num_blocks - self.prefill_engine.blocks.num_free,
             "decode rows": self.decode_engine.blocks.num_blocks - self.decode_engine.blocks.num_free,
+            "prefill states": self.prefill_engine.states.num_rows - self.prefill_engine.states.num_free,
+            "decode states": self.decode_engine.states.num_rows - self.decode_engine.states.num_free,
             "reservations": self.receiver.num_reservations,
             "prefill requests": self.prefill.num_open,
             "decode requests": self.decode.num_open,
             "swap rows": self.sample("twinpool_decode_swap_rows_used"),
             "reserved": self.sample("twinpool_decode_reservations"),
+            "states used": self.sample("twinpool_decode_states_used") + self.sample("twinpool_prefill_states_used"),
             "rows used": self.sample("twinpool_decode_rows_used") + self.sample("twinpool_prefill_rows_used"),
         }
         return {name: value for name, value in found.items() if value}

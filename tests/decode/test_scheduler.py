@@ -15,6 +15,7 @@ from engine.block_pool import BlockPool
 from engine.kv_cache import KvCache, KvLayout
 from engine.sampling import Sampled
 from engine.state_pool import StatePool
+from tests.stateful import StatefulLayout
 from twinpool.errors import Duplicate, InvalidRequest, Overloaded
 from twinpool.sampling import FinishReason, SamplingParams
 
@@ -48,7 +49,9 @@ class Desk:
     """A scheduler with everything around it faked: time, reservations, and a model that says 7."""
 
     rows: int = 32
+    states: int = 0  # 0: a model that has none
     swap_rows: int = 32
+    swap_states: int = 32
     max_batch: int = 8
     max_waiting: int = 8
     now: float = 100.0
@@ -56,19 +59,22 @@ class Desk:
     reservations: dict[str, FakeReservation] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=BLOCK, kv_dtype="int8")
+        plain = KvLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=BLOCK, kv_dtype="int8")
+        layout = StatefulLayout(block_size=BLOCK) if self.states else plain
         self.blocks = BlockPool(self.rows, BLOCK)
-        cache = KvCache(layout, self.rows)
+        cache = KvCache(layout, self.rows, num_states=self.states)
         self.swap = SwapArea(cache, self.swap_rows)
+        self.state_swap = SwapArea(cache, self.swap_states, "sequence")
+        self.cache, self.state_pool = cache, StatePool(cache)
         self.router = Router()
         self.scheduler = Scheduler(
             Limits(
                 max_batch=self.max_batch, max_waiting=self.max_waiting, vocab_size=1000, max_context=self.rows * BLOCK
             ),
             self.blocks,
-            StatePool(cache),
+            self.state_pool,
             self.swap,
-            SwapArea(cache, 0, "sequence"),
+            self.state_swap,
             reserve=self._reserve,  # type: ignore[arg-type]
             emit=lambda generation, event: self.events.append(
                 (generation.request.request_id, generation.request.attempt, event)
@@ -117,6 +123,8 @@ class Desk:
         ]
         for each in batch:
             assert len(each.block_ids) * BLOCK >= each.num_tokens
+            assert (each.state is not None) == bool(self.states)
+        assert len({each.state for each in batch if each.state is not None}) in (0, len(batch))
         names = [f"{each.generation.request.request_id}.{each.choice}" for each in batch]
         self.scheduler.advance(batch, sampled, self.now)
         return names
@@ -137,6 +145,8 @@ def desk(request: pytest.FixtureRequest) -> Iterator[Desk]:
     desk.scheduler.end_all(Reason.CANCELLED)
     assert desk.blocks.num_free == desk.rows
     assert desk.swap.num_free == desk.swap_rows
+    assert desk.state_pool.num_free == desk.states
+    assert desk.state_swap.num_free == desk.swap_states
     owners = [(owner, attempt) for owner, attempt, event in desk.events if isinstance(event, Ended)]
     assert len(owners) == len(set(owners))
 
@@ -384,3 +394,92 @@ def test_rows_that_a_sender_might_still_write_are_kept_until_it_does_not(desk: D
     assert desk.rows - desk.blocks.num_free == held > 0
     desk.scheduler.fenced(desk.reservations["a"].generation)
     assert desk.blocks.num_free == desk.rows
+
+
+# Models that remember something for every sequence
+
+
+@sized(states=3)
+def test_every_choice_has_a_state_from_admission_on(desk: Desk) -> None:
+    desk.submit("a", n=2)
+    assert desk.state_pool.num_free == 1
+    desk.submit("b", n=2)
+    desk.submit("c")  # would fit, but is behind b
+    assert set(desk.reservations) == {"a"}
+    desk.commit("a", Sampled(7, finish_reason=FinishReason.STOP), Sampled(7))
+    assert desk.state_pool.num_free == 2
+    desk.scheduler.tick(desk.now)
+    assert set(desk.reservations) == {"a", "b"}
+    desk.submit("d", n=4)
+    assert desk.reason("d") is Reason.REJECTED
+    assert desk.of("d", Ended)[0].error.field == "sampling.n"
+    desk.scheduler.cancel("a", 1)
+    desk.scheduler.tick(desk.now)
+    assert set(desk.reservations) == {"a", "b", "c"}
+
+
+@sized(states=3)
+def test_choices_get_copies_of_the_state_that_arrived(desk: Desk) -> None:
+    desk.submit("a", n=3)
+    generation = desk.reservations["a"].generation
+    for buffer in desk.cache.buffers_of("sequence"):
+        buffer.fill_(1)
+        buffer[generation.state] = 7
+    desk.commit("a")
+    assert len({each.state for each in generation.sequences}) == 3
+    assert all(bool((buffer == 7).all()) for buffer in desk.cache.buffers_of("sequence"))
+
+
+@sized(states=2)
+def test_a_prompt_that_is_computed_here_finds_nothing_of_others_in_its_state(desk: Desk) -> None:
+    for buffer in desk.cache.buffers_of("sequence"):
+        buffer.fill_(7)
+    desk.submit("a", local_prefill=True)
+    (chunk,) = desk.scheduler.next_chunks()
+    assert chunk.generation.state is not None
+    for buffer in desk.cache.buffers_of("sequence"):
+        assert not buffer[chunk.generation.state].any()
+
+
+@sized(states=3, rows=8)
+def test_states_go_to_the_swap_area_and_back(desk: Desk) -> None:
+    for name in ("old", "young"):
+        desk.start(name, length=4, max_tokens=25)
+    young = desk.reservations["young"].generation.sequences[0]
+    for buffer in desk.cache.buffers_of("sequence"):
+        buffer[young.state] = 7
+    while not desk.scheduler.num_swapped:
+        desk.step()
+    assert young.state is None
+    assert desk.state_pool.num_free == 2
+    assert desk.state_swap.num_free == 31
+    for buffer in desk.cache.buffers_of("sequence"):
+        buffer.fill_(1)
+    while desk.scheduler.num_swapped:
+        desk.step()
+    assert young.state is not None
+    assert all(bool((buffer[young.state] == 7).all()) for buffer in desk.cache.buffers_of("sequence"))
+    while desk.step():
+        pass
+    assert desk.reason("old") is Reason.FINISHED
+    assert desk.reason("young") is Reason.FINISHED
+
+
+@sized(states=3, rows=6, swap_states=0)
+def test_no_room_to_swap_a_state_is_no_room(desk: Desk) -> None:
+    desk.start("old", length=8, max_tokens=15)
+    desk.start("young", length=4, max_tokens=15)
+    while desk.step():
+        pass
+    assert desk.reason("young") is Reason.PREEMPTED
+    assert desk.reason("old") is Reason.FINISHED
+
+
+@sized(states=3)
+def test_states_that_a_sender_might_still_write_are_kept_until_it_does_not(desk: Desk) -> None:
+    desk.submit("a", n=2)
+    desk.reservations["a"].fenced = False
+    desk.scheduler.cancel("a", 1)
+    assert desk.state_pool.num_free == 1
+    desk.scheduler.fenced(desk.reservations["a"].generation)
+    assert desk.state_pool.num_free == 3
