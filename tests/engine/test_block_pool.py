@@ -54,6 +54,31 @@ def test_prefixes_never_cross_salts() -> None:
     assert pool.match_prefix(tokens(9), salt="tenant a") == blocks
 
 
+def test_where_only_some_ends_are_of_use_the_longest_such_prefix_is_found() -> None:
+    pool = BlockPool(8, 4)
+    blocks = pool.allocate(3) or []
+    assert pool.publish(tokens(11), blocks) == pool.digest_of(blocks[1])  # of the last full block
+    pool.publish(tokens(12), blocks)
+    first, second, third = map(pool.digest_of, blocks)
+    assert pool.match_prefix(tokens(13), ends={first, second}) == blocks[:2]
+    assert pool.match_prefix(tokens(12), ends={first, third}) == blocks[:1]
+    assert pool.match_prefix(tokens(13), ends={b"another"}) == []
+    assert [pool.num_references(block) for block in blocks] == [3, 2, 1]
+
+
+def test_a_prefix_is_whole_as_long_as_all_its_blocks_are_there() -> None:
+    pool = BlockPool(4, 4)
+    blocks, own = pool.allocate(2) or [], pool.allocate(2) or []
+    pool.publish(tokens(8), blocks[:1])
+    pool.publish(tokens(8), own)  # the first is published already: the second stands behind another's block
+    first, second = pool.digest_of(blocks[0]), pool.digest_of(own[1])
+    assert pool.whole([second, b"another", first]) == [second, first]
+    pool.release(blocks)
+    pool.allocate(2)
+    assert pool.whole([second, first]) == []
+    assert pool.match_prefix(tokens(9)) == []
+
+
 def test_released_prefix_stays_findable_until_its_block_is_needed_least_recent_first() -> None:
     pool = BlockPool(3, 4)
     old, new = pool.allocate(1), pool.allocate(1)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine import memory
+from engine import memory, models
 from engine.engine import Engine
 from tests import tiny_models
 from twinpool.errors import ConfigError
@@ -136,6 +136,15 @@ def test_a_wrong_option_is_named(path: Path, option: str, value: object) -> None
         load(path, **{option: value})
     assert caught.value.field == option
     assert str(value) in caught.value.message
+
+
+def test_blocks_are_as_large_as_the_model_needs_them(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load(path, block_size=0).cache.layout.block_size == 64
+    monkeypatch.setattr(models, "block_granularity", lambda config: 48)
+    assert load(path, block_size=0).cache.layout.block_size == 96
+    assert load(path, block_size=48).cache.layout.block_size == 48
+    message = refusal(path, block_size=64)
+    assert "block_size is 64: allowed are multiples of 48" in message
 
 
 def test_a_cache_without_room_for_a_block_is_refused(path: Path) -> None:

@@ -31,10 +31,11 @@ class Oracle:
         engine, output = self.engine, []
         blocks = engine.blocks.allocate(-(-(len(prompt) + max_tokens) // engine.cache.layout.block_size))
         assert blocks is not None
+        states = engine.states.allocate(1) or []  # none for most models
         try:
             tokens, start = list(prompt), 0
             while True:
-                batch = Batch.build([BatchItem(tokens, start, blocks)], engine.cache.layout.block_size)
+                batch = Batch.build([BatchItem(tokens, start, blocks, *states)], engine.cache.layout.block_size)
                 logits = engine.logits(engine.forward(batch)[-1:])
                 row = SampleRow(params, list(prompt), output, 0)
                 (sampled,) = engine.sample(logits, [row])
@@ -45,3 +46,4 @@ class Oracle:
                 tokens = [sampled.token_id]
         finally:
             engine.blocks.release(blocks)
+            engine.states.release(states)

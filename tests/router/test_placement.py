@@ -183,6 +183,17 @@ async def test_cached_prefix_is_subtracted_and_draws_the_request() -> None:
         salted.release()
 
 
+async def test_a_reported_digest_stands_for_all_that_led_to_it() -> None:
+    pools = registry()
+    prefill = join(pools, "p0")
+    prompt = PromptDigests(list(range(1000)))
+    for held, tokens in (([29], 480), ([3, 29], 480), ([], 0)):
+        there = frozenset(prompt.of(16)[block] for block in held)
+        pools.report(prefill, WorkerLoad(prefixes=there))
+        assert prefill.cached_tokens(prompt) == tokens
+    assert prefill.cached_tokens(PromptDigests(list(range(1000)), "other tenant")) == 0
+
+
 async def test_round_robin_takes_turns_whatever_the_load() -> None:
     pools = registry()
     for name, running in (("p0", 0), ("p1", 0), ("d0", 9), ("d1", 0)):
