@@ -2,7 +2,9 @@
 
 A sequence holds one row from its admission to its end. A step overwrites it, so that a prefix is of use to another
 sequence only where somebody kept a copy: a snapshot, found by the digest of the blocks that led to it. Snapshots lie in
-rows that nobody holds. They count as free, and are given up when a row is wanted, least recently used first.
+rows that nobody holds. They count as free, and are given up when a row is wanted, least recently used first. Those
+taken on the way through a prompt go before those of its end, until somebody has used them: one long prompt takes many,
+and must not drive out all others.
 
 A model without such regions has a pool of no rows, in which every sequence finds what it needs: nothing.
 
@@ -24,7 +26,9 @@ class StatePool:
         self.num_rows = cache.num_states
         self._buffers = cache.buffers_of("sequence")
         self._free = list(range(self.num_rows - 1, -1, -1))  # the end is handed out first
-        self._snapshots: OrderedDict[bytes, int] = OrderedDict()  # digest -> row; the front is given up first
+        # Digest -> row; the front is given up first, and all that were taken on the way before all others.
+        self._on_the_way: OrderedDict[bytes, int] = OrderedDict()
+        self._snapshots: OrderedDict[bytes, int] = OrderedDict()
 
     @property
     def exists(self) -> bool:
@@ -34,11 +38,11 @@ class StatePool:
     @property
     def num_free(self) -> int:
         """Rows that `allocate` could hand out now."""
-        return len(self._free) + len(self._snapshots)
+        return len(self._free) + self.num_snapshots
 
     @property
     def num_snapshots(self) -> int:
-        return len(self._snapshots)
+        return len(self._on_the_way) + len(self._snapshots)
 
     def has_room(self, count: int) -> bool:
         """Whether `allocate` would succeed."""
@@ -51,13 +55,13 @@ class StatePool:
         if count > self.num_free:
             return None
         while len(self._free) < count:
-            self._free.append(self._snapshots.popitem(last=False)[1])
+            self._free.append((self._on_the_way or self._snapshots).popitem(last=False)[1])
         return [self._free.pop() for _ in range(count)]
 
     def release(self, rows: Iterable[int]) -> None:
         """Raises ValueError for a row that nobody holds."""
         for row in rows:
-            if row in self._free or row in self._snapshots.values():
+            if row in self._free or row in self._on_the_way.values() or row in self._snapshots.values():
                 raise ValueError(f"state row {row} is released twice")
             self._free.append(row)
 
@@ -75,23 +79,32 @@ class StatePool:
     # Snapshots
 
     def __contains__(self, digest: object) -> bool:
-        return digest in self._snapshots
+        return digest in self._snapshots or digest in self._on_the_way
 
-    def publish(self, digest: bytes, row: int) -> None:
-        """Keeps a copy of what a sequence remembers at the end of that prefix, if a row can be had for it."""
-        if digest in self._snapshots:
-            self._snapshots.move_to_end(digest)
-        elif self.num_free:
-            (own,) = self.allocate(1) or []
-            self.copy(row, own)
-            self._snapshots[digest] = own
+    def publish(self, digest: bytes, row: int, *, on_the_way: bool = False) -> None:
+        """Keeps a copy of what a sequence remembers at the end of that prefix, if a row can be had for it.
+
+        on_the_way: the prompt goes on, and so does the taking of snapshots.
+        """
+        if on_the_way and (digest in self or not (self._free or self._on_the_way)):
+            return
+        source = self._pop(digest)
+        if source is None:
+            rows = self.allocate(1)
+            if not rows:
+                return
+            source = rows[0]
+            self.copy(row, source)
+        (self._on_the_way if on_the_way else self._snapshots)[digest] = source
 
     def resume(self, digest: bytes) -> int:
         """A row for a sequence that goes on from the snapshot, which must exist.
 
         The last row there is may be the snapshot's own: then it is taken, and the snapshot is gone.
         """
-        source = self._snapshots.pop(digest)
+        source = self._pop(digest)
+        if source is None:
+            raise ValueError("there is no snapshot of that prefix")
         rows = self.allocate(1)
         if rows is None:
             return source
@@ -100,5 +113,9 @@ class StatePool:
         return rows[0]
 
     def published(self) -> list[bytes]:
-        """Digests of all snapshots, the one used last first."""
-        return list(reversed(self._snapshots))
+        """Digests of all snapshots, the one that is given up last first."""
+        return [*reversed(self._snapshots), *reversed(self._on_the_way)]
+
+    def _pop(self, digest: bytes) -> int | None:
+        row = self._on_the_way.pop(digest, None)
+        return self._snapshots.pop(digest, None) if row is None else row

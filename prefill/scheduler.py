@@ -127,7 +127,8 @@ class Scheduler:
         if not sequence.output:
             digest = self._blocks.publish(request.token_ids[: chunk.end], sequence.block_ids, request.cache_salt)
             if digest and sequence.state is not None and chunk.end % self._blocks.block_size == 0:
-                self._states.publish(digest, sequence.state)
+                goes_on = chunk.end < sequence.num_tokens - self._blocks.block_size
+                self._states.publish(digest, sequence.state, on_the_way=goes_on)
         if chunk.is_last and sequence not in self._generating:
             self._classes[request.input_class].running.remove(sequence)
 

@@ -130,6 +130,30 @@ def test_snapshots_give_way_least_recently_used_first(pool: StatePool) -> None:
     assert b"d" not in pool
 
 
+def test_one_long_prompt_does_not_drive_out_the_snapshots_of_others() -> None:
+    pool = StatePool(KvCache(MixedLayout(), 3, num_states=4))
+    (own,) = pool.allocate(1) or []
+    pool.publish(b"others", own)
+    for digest in (b"a", b"b", b"c", b"d"):
+        pool.publish(digest, own, on_the_way=True)
+    assert pool.published() == [b"others", b"d", b"c"]
+    pool.publish(b"others", own, on_the_way=True)  # stays what it is
+    (other,) = pool.allocate(1) or []
+    assert pool.published() == [b"others", b"d"]
+    resumed = pool.resume(b"d")
+    assert pool.published() == [b"d"]  # used, and the one that was used before it had to go
+    pool.release([other, resumed])
+    pool.publish(b"e", own)
+    pool.publish(b"f", own)
+    pool.publish(b"g", own, on_the_way=True)  # no row but those of lasting ones
+    assert pool.published() == [b"f", b"e", b"d"]
+
+
+def test_a_prefix_without_a_snapshot_cannot_be_gone_on_from(pool: StatePool) -> None:
+    with pytest.raises(ValueError, match="no snapshot"):
+        pool.resume(b"a")
+
+
 def test_the_last_row_is_the_snapshots_own(pool: StatePool) -> None:
     rows = pool.allocate(2) or []
     fill(pool, rows[0], 5)
