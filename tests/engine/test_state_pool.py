@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.kv_cache import KvCache, KvLayout, division
 from engine.region_shape import RegionShape, row_bytes
@@ -175,3 +178,56 @@ def test_a_model_without_such_rows_always_has_room() -> None:
     assert pool.allocate(100) == []
     pool.publish(b"a", 0)
     assert b"a" not in pool
+
+
+class PoolModel(RuleBasedStateMachine):
+    """Random calls: no row has two owners, none gets lost, and a snapshot is what was published."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = StatePool(KvCache(MixedLayout(), 3, num_states=5))
+        self.held: list[int] = []
+        self.published: dict[bytes, int] = {}  # what is in the snapshot, if there is still one
+        self.num_written = 0
+
+    @rule()
+    def start(self) -> None:
+        rows = self.pool.allocate(1)
+        assert (rows is None) == (len(self.held) == 5)
+        self._take(rows or [])
+
+    @rule(name=st.sampled_from([b"a", b"b", b"c"]))
+    def resume(self, name: bytes) -> None:
+        if name in self.pool:
+            row = self.pool.resume(name)
+            assert content(self.pool, row) == [self.published[name]] * 2
+            self._take([row])
+
+    @precondition(lambda self: self.held)
+    @rule(name=st.sampled_from([b"a", b"b", b"c"]), on_the_way=st.booleans())
+    def publish(self, name: bytes, on_the_way: bool) -> None:
+        known, row = name in self.pool, self.held[0]
+        self.pool.publish(name, row, on_the_way=on_the_way)
+        if name in self.pool and not known:
+            self.published[name] = content(self.pool, row)[0]
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        self.pool.release([self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))])
+
+    def _take(self, rows: list[int]) -> None:
+        for row in rows:
+            assert row not in self.held
+            self.held.append(row)
+            self.num_written += 1
+            fill(self.pool, row, self.num_written % 256)  # its first step
+
+    @invariant()
+    def rows_add_up(self) -> None:
+        assert self.pool.num_free == 5 - len(self.held)
+        assert len(self.pool.published()) == self.pool.num_snapshots <= self.pool.num_free
+
+
+TestPoolModel = PoolModel.TestCase
+TestPoolModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
