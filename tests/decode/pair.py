@@ -24,6 +24,7 @@ from decode.request import FirstTokens as LocalFirstTokens
 from decode.request import Request as DecodeRequest
 from decode.server import decode_note
 from engine.batch import Batch, BatchItem
+from engine.block_pool import BlockPool
 from engine.engine import Engine
 from engine.kv_cache import KvCache
 from engine.sampling import Sampled, SampleRow
@@ -47,14 +48,21 @@ def greedy(max_tokens: int, **options: Any) -> SamplingParams:
 
 
 def load_engine(
-    model: Path, *, rows: int = 512, kv_dtype: str = "int8", block_size: int = BLOCK, **options: Any
+    model: Path,
+    *,
+    rows: int = 512,
+    states: int = 32,
+    kv_dtype: str = "int8",
+    block_size: int = BLOCK,
+    **options: Any,
 ) -> Engine:
-    """An fp32 engine whose cache holds exactly `rows` blocks."""
-    small = Engine.load(model, dtype="fp32", kv_dtype=kv_dtype, block_size=block_size, memory_bytes=1 << 20, threads=1)
-    bytes_needed = rows * small.cache.layout.block_bytes
-    return Engine.load(
-        model, dtype="fp32", kv_dtype=kv_dtype, block_size=block_size, memory_bytes=bytes_needed, threads=1, **options
+    """An fp32 engine whose cache holds exactly `rows` blocks, and `states` of sequences if the model has such."""
+    engine = Engine.load(
+        model, dtype="fp32", kv_dtype=kv_dtype, block_size=block_size, memory_bytes=1 << 20, threads=1, **options
     )
+    engine.cache = KvCache(engine.cache.layout, rows, num_states=states)
+    engine.blocks, engine.states = BlockPool(rows, block_size), StatePool(engine.cache)
+    return engine
 
 
 def alone(engine: Engine, prompt: Sequence[int], params: SamplingParams, choice: int = 0) -> list[int]:

@@ -200,7 +200,7 @@ class Cluster:
                 if process is None or process.popen.poll() is not None:
                     continue
                 pool = worker.pool
-                used = process.metric(f"twinpool_{pool}_rows_used")
+                used = process.metric(f"twinpool_{pool}_rows_used") + process.metric(f"twinpool_{pool}_states_used")
                 running = process.metric(f"twinpool_{pool}_running")
                 waiting = process.metric(f"twinpool_{pool}_waiting")
                 reserved = process.metric(f"twinpool_{pool}_reservations") if pool == "decode" else 0
