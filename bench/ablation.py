@@ -33,6 +33,7 @@ from engine.batch import Batch, BatchItem
 from engine.engine import Engine
 from engine.kv_cache import KvCache, KvLayout
 from engine.model_config import ModelConfig
+from engine.models.decoder import Decoder
 from engine.ops import cpu, native
 from engine.quantization import AS_LOADED, W8A8, W8A16
 from twinpool import model_store
@@ -177,6 +178,7 @@ def prefill_work(engine: Engine, tokens: int) -> Work:
 def unfused(engine: Engine, items: list[BatchItem]) -> Work:
     """The model operator by operator, with the same native operators."""
     model, views = engine._model, engine.cache.views
+    assert isinstance(model, Decoder), "only models with one stream have all layers as one call"
     batch = Batch.build(items, BLOCK_SIZE)
 
     def step() -> None:

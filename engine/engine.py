@@ -19,7 +19,6 @@ from engine.block_pool import BlockPool
 from engine.kv_cache import KV_DTYPES, Allocate, KvCache, division
 from engine.loading import Checkpoint
 from engine.model_config import ModelConfig
-from engine.models.decoder import Decoder
 from engine.models.latent_attention import FORMS
 from engine.quantization import AS_LOADED, WEIGHT_FORMATS
 from engine.state_pool import StatePool
@@ -37,7 +36,7 @@ class Engine:
     """
 
     def __init__(
-        self, config: ModelConfig, model: Decoder, cache: KvCache, *, model_name: str, fingerprint: str
+        self, config: ModelConfig, model: models.Model, cache: KvCache, *, model_name: str, fingerprint: str
     ) -> None:
         self.config = config
         self.cache = cache

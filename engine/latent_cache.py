@@ -14,7 +14,6 @@ No head owns any of it: it is shipped once, however many heads or ranks read it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,9 +41,7 @@ class LatentLayout:
     @property
     def item_bytes(self) -> tuple[int, ...]:
         """The planes of a row, in order: bytes for each token."""
-        if self.kv_dtype == "int8":
-            return self.rank, 2 * self.rope_dim, 2
-        return ((self.rank + self.rope_dim) * KV_DTYPES[self.kv_dtype].itemsize,)
+        return item_bytes(self.rank, self.rope_dim, self.kv_dtype)
 
     @property
     def row_bytes(self) -> int:
@@ -70,21 +67,30 @@ class LatentLayout:
     def view(self, layer: int, buffers: Sequence[torch.Tensor]) -> LatentView:
         """The layer's one buffer, uint8 [num_rows, row_bytes], seen as what it holds."""
         (buffer,) = buffers
-        ends = [0]
-        for size in self.item_bytes:
-            ends.append(ends[-1] + size * self.block_size)
-        planes = [buffer[:, begin:end] for begin, end in itertools.pairwise(ends)]
-        if self.kv_dtype == "int8":
-            latents, rope, scale = planes
-            return LatentView(
-                latents=latents.view(torch.int8).unflatten(1, (self.block_size, self.rank)),
-                rope=rope.view(torch.bfloat16).unflatten(1, (self.block_size, self.rope_dim)),
-                scale=scale.view(torch.float16),
-                joint=None,
-            )
-        joint = planes[0].view(KV_DTYPES[self.kv_dtype]).unflatten(1, (self.block_size, -1))
-        latents, rope = joint.split((self.rank, self.rope_dim), dim=2)
-        return LatentView(latents=latents, rope=rope, scale=None, joint=joint.unsqueeze(1))
+        return view_items(buffer, self.block_size, self.rank, self.rope_dim, self.kv_dtype)
+
+
+def item_bytes(rank: int, rope_dim: int, kv_dtype: str) -> tuple[int, ...]:
+    """The planes of a row, in order: bytes for each item, which is a latent with its rotated part."""
+    if kv_dtype == "int8":
+        return rank, 2 * rope_dim, 2
+    return ((rank + rope_dim) * KV_DTYPES[kv_dtype].itemsize,)
+
+
+def view_items(buffer: torch.Tensor, count: int, rank: int, rope_dim: int, kv_dtype: str) -> LatentView:
+    """uint8 [rows, count * bytes of an item], whose rows may lie apart, seen as what it holds."""
+    sizes = [count * size for size in item_bytes(rank, rope_dim, kv_dtype)]
+    if kv_dtype == "int8":
+        latents, rope, scale = buffer.split(sizes, dim=1)
+        return LatentView(
+            latents=latents.view(torch.int8).unflatten(1, (count, rank)),
+            rope=rope.view(torch.bfloat16).unflatten(1, (count, rope_dim)),
+            scale=scale.view(torch.float16),
+            joint=None,
+        )
+    joint = buffer.view(KV_DTYPES[kv_dtype]).unflatten(1, (count, -1))
+    latents, rope = joint.split((rank, rope_dim), dim=2)
+    return LatentView(latents=latents, rope=rope, scale=None, joint=joint.unsqueeze(1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

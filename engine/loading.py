@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
+from engine.dequantize import FP8_BLOCK, SCALE_DTYPES, fp8_scales_shape, from_fp8, from_mxfp4, mxfp4_shapes
 from twinpool.errors import ConfigError
 
 FLOAT_DTYPES = {"BF16", "F16", "F32"}
-FP8_DTYPE, FP8_BLOCK = "F8_E4M3", 128  # rows and columns that share a scale
+INTEGER_DTYPES = {"I64", "I32", "I16"}
+FP8_DTYPE, FP4_DTYPES = "F8_E4M3", {"I8", "U8"}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a tensor lies: under another name, or as `part` of a tensor of the shape `whole`."""
+
+    name: str
+    whole: tuple[int, ...] = ()
+    part: tuple[int | slice, ...] = ()
 
 
 class Checkpoint:
@@ -22,6 +35,7 @@ class Checkpoint:
     def __init__(self, model_dir: Path) -> None:
         """Raises ConfigError when files are missing or no safetensors."""
         self.model_dir = model_dir
+        self._find: Callable[[str], Stored] = Stored
         self._file_of = {}
         self._path_of: dict[str, Path] = {}
         for path in _weight_files(model_dir):
@@ -39,41 +53,81 @@ class Checkpoint:
     def names(self) -> Iterable[str]:
         return self._file_of.keys()
 
+    def renamed(self, find: Callable[[str], Stored]) -> Checkpoint:
+        """The same files, whose tensors `take` finds where `find` says."""
+        other = copy.copy(self)
+        other._find = find
+        return other
+
     def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A copy of tensor `name` in `dtype`; fp8 in blocks is dequantized.
+        """A copy of tensor `name` in `dtype`; fp8 and fp4 in blocks are dequantized.
 
         Raises ConfigError when it is missing, of another shape or of a type that is not supported.
         """
-        self._check_shape(name, shape)
-        stored = self._file_of[name].get_slice(name).get_dtype()
-        if stored == FP8_DTYPE and f"{name}_scale_inv" in self:
-            return self._dequantize(name, shape).to(dtype)
+        at = self._find(name)
+        name = at.name
+        stored = self._dtype(name, shape)
+        scale = next((each for each in _scale_names(name) if each in self), None)
+        if scale is not None and not at.part:
+            if stored == FP8_DTYPE:
+                self._check_shape(name, shape)
+                return from_fp8(self._tensor(name), self._scales(scale, fp8_scales_shape(shape))).to(dtype)
+            if stored in FP4_DTYPES and len(shape) == 2:
+                codes_shape, scales_shape = mxfp4_shapes(shape)
+                self._check_shape(name, codes_shape)
+                return from_mxfp4(self._tensor(name), self._scales(scale, scales_shape)).to(dtype)
+        self._check_shape(name, at.whole or shape)
         if stored not in FLOAT_DTYPES:
             raise ConfigError(
-                f"{self._path_of[name]}: tensor {name} {list(shape)} is {stored}; supported are bf16, fp16, fp32, and "
-                f"fp8 (e4m3) beside {name}_scale_inv in blocks of {FP8_BLOCK}"
+                f"{self._path_of[name]}: tensor {name} {list(at.whole or shape)} is {stored}; supported are bf16, "
+                f"fp16, fp32, fp8 (e4m3) beside {' or '.join(_scale_names(name))} in blocks of {FP8_BLOCK}, and fp4 in "
+                "bytes beside the latter"
             )
-        return self._file_of[name].get_tensor(name).to(dtype, copy=True)
+        if at.part:
+            return self._file_of[name].get_slice(name)[at.part].to(dtype, copy=True)
+        return self._tensor(name).to(dtype, copy=True)
 
-    def _check_shape(self, name: str, shape: Sequence[int]) -> None:
+    def take_integers(self, name: str, shape: Sequence[int], limit: int) -> torch.Tensor:
+        """int32 of a table of integers from 0 to below `limit`. Raises ConfigError like `take`."""
+        name = self._find(name).name
+        stored = self._dtype(name, shape)
+        self._check_shape(name, shape)
+        if stored not in INTEGER_DTYPES:
+            raise ConfigError(f"{self._path_of[name]}: tensor {name} {list(shape)} is {stored}, it must hold integers")
+        table = self._tensor(name)
+        if table.numel() and not 0 <= int(table.min()) <= int(table.max()) < limit:
+            raise ConfigError(
+                f"{self._path_of[name]}: tensor {name} {list(shape)} holds {int(table.min())} to {int(table.max())}, "
+                f"config.json implies 0 to {limit - 1}"
+            )
+        return table.int()
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        return self._file_of[name].get_tensor(name)
+
+    def _dtype(self, name: str, shape: Sequence[int]) -> str:
         if name not in self._file_of:
             raise ConfigError(
                 f"{self.model_dir}: tensor {name} is missing from the safetensors files, config.json implies one of "
                 f"shape {list(shape)}"
             )
+        return self._file_of[name].get_slice(name).get_dtype()
+
+    def _check_shape(self, name: str, shape: Sequence[int]) -> None:
         found = self._file_of[name].get_slice(name).get_shape()
         if found != list(shape):
             raise ConfigError(
                 f"{self._path_of[name]}: tensor {name} has shape {found}, config.json implies {list(shape)}"
             )
 
-    def _dequantize(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """fp32 of fp8 codes [rows, columns] with one scale a square block, as DeepSeek-V3 is published."""
-        blocks = [-(-size // FP8_BLOCK) for size in shape]
-        self._check_shape(f"{name}_scale_inv", blocks)
-        scales = self._file_of[f"{name}_scale_inv"].get_tensor(f"{name}_scale_inv").float()
-        rows, columns = (scales.new_tensor(range(size)).long() // FP8_BLOCK for size in shape)
-        return self._file_of[name].get_tensor(name).float() * scales[rows][:, columns]
+    def _scales(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        stored = self._dtype(name, shape)
+        self._check_shape(name, shape)
+        if stored not in SCALE_DTYPES:
+            raise ConfigError(
+                f"{self._path_of[name]}: tensor {name} {list(shape)} is {stored}; scales must be e8m0 or fp32"
+            )
+        return self._tensor(name)
 
     def digest(self) -> str:
         """XXH3-128 over every tensor's name, dtype, shape and bytes, however they are spread over files."""
@@ -84,6 +138,11 @@ class Checkpoint:
             tensor = self._file_of[name].get_tensor(name)
             hasher.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
         return hasher.hexdigest()
+
+
+def _scale_names(name: str) -> tuple[str, ...]:
+    """What may hold the scales of tensor `name`."""
+    return f"{name}_scale_inv", f"{name.removesuffix('.weight')}.scale"
 
 
 def _weight_files(model_dir: Path) -> list[Path]:

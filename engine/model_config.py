@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.compressed_config import CompressedConfig, compress_rope, parse_compressed
 from engine.config_json import number, read_json, size
+from engine.dequantize import FP8_BLOCK
 from engine.latent_config import LatentConfig, parse_latent
-from engine.loading import FP8_BLOCK
 from engine.moe_config import MoeConfig, parse_moe
 from engine.rope import RopeParams, parse_rope
 from twinpool.errors import ConfigError
@@ -33,6 +34,7 @@ FAMILIES = {
     "qwen3": Family(qk_norm=True, head_dim=128, max_positions=32768),
     "qwen3_moe": Family(qk_norm=True, max_positions=32768),
     "deepseek_v3": Family(max_positions=4096),
+    "deepseek_v4": Family(head_dim=512, max_positions=1 << 20),
     "mixtral": Family(theta=1e6, rms_norm_eps=1e-5, max_positions=131072),
 }
 
@@ -60,7 +62,8 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     moe: MoeConfig | None = None  # None: dense
-    latent: LatentConfig | None = None  # None: K and V of every KV head are cached
+    latent: LatentConfig | None = None  # None: K and V of every KV head are cached, or what `compressed` says
+    compressed: CompressedConfig | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -79,15 +82,17 @@ class ModelConfig:
             experts = num_experts * self.moe.expert_elements + 3 * self.moe.shared_size + self.moe.num_experts
             per_channel += sparse * experts
         per_channel += self.vocab_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * self._attention_parameters + self.hidden_size * per_channel
+        return self._attention_parameters + self.hidden_size * per_channel
 
     @property
     def _attention_parameters(self) -> int:
-        """Of one layer's attention."""
+        """Of all layers' attention."""
+        if self.compressed is not None:
+            return self.compressed.num_parameters(self.hidden_size, self.num_heads)
         if self.latent is not None:
-            return self.latent.num_parameters(self.hidden_size, self.num_heads)
+            return self.num_layers * self.latent.num_parameters(self.hidden_size, self.num_heads)
         heads = 2 * self.num_heads + 2 * self.num_kv_heads  # q and o, k and v
-        return self.hidden_size * heads * self.head_dim
+        return self.num_layers * self.hidden_size * heads * self.head_dim
 
     @classmethod
     def read(cls, model_dir: Path) -> ModelConfig:
@@ -112,23 +117,29 @@ class ModelConfig:
         _refuse_unsupported(config)
         family = FAMILIES[model_type]
         hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
-        kv_heads = size(config, "num_key_value_heads", heads)
+        num_layers = size(config, "num_hidden_layers")
+        is_compressed = model_type == "deepseek_v4"
+        kv_heads = size(config, "num_key_value_heads", 1 if is_compressed else heads)
         max_positions = size(config, "max_position_embeddings", family.max_positions)
-        rope = parse_rope(config, family.theta, max_positions)
+        compressed = parse_compressed(config, num_layers) if is_compressed else None
+        if is_compressed:
+            rope = compress_rope(config, max_positions)
+        else:
+            rope = parse_rope(config, family.theta, max_positions)
         latent = parse_latent(config, rope) if model_type == "deepseek_v3" else None
         head_dim = size(config, "head_dim", family.head_dim or hidden // heads) if latent is None else latent.qk_dim
         if heads % kv_heads:
             raise ConfigError(f"config.json: {heads} attention heads are no multiple of {kv_heads} key-value heads")
         if head_dim % 2:
             raise ConfigError(f"config.json: head_dim {head_dim} is odd, rotary embeddings need pairs")
-        num_layers = size(config, "num_hidden_layers")
+        moe = parse_moe(config, num_layers)
         attention_bias = bool(config.get("attention_bias", False))
         eos = generation.get("eos_token_id", config.get("eos_token_id"))
         return cls(
             model_type=model_type,
             vocab_size=size(config, "vocab_size"),
             hidden_size=hidden,
-            intermediate_size=size(config, "intermediate_size"),
+            intermediate_size=size(config, "intermediate_size", moe.inner_size if moe and is_compressed else None),
             num_layers=num_layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -143,8 +154,9 @@ class ModelConfig:
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             bos_token_id=next(iter(_token_ids("bos_token_id", config.get("bos_token_id"))), None),
             eos_token_ids=_token_ids("eos_token_id", eos),
-            moe=parse_moe(config, num_layers),
+            moe=moe,
             latent=latent,
+            compressed=compressed,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ class MoeConfig:
     has_bias: bool
     num_groups: int
     groups_kept: int
+    hash_layers: tuple[bool, ...] = ()  # of each layer, whether a token's id alone says its experts; (): none
+    limit: float = math.inf  # gate is clamped to it from above and up both ways
 
     def __post_init__(self) -> None:
         if self.experts_per_token > self.num_experts:
@@ -114,4 +117,51 @@ def _deepseek_v3(config: Mapping[str, Any], num_layers: int) -> MoeConfig:
     )
 
 
-_PARSERS = {"qwen3_moe": _qwen3_moe, "mixtral": _mixtral, "deepseek_v3": _deepseek_v3}
+def _deepseek_v4(config: Mapping[str, Any], num_layers: int) -> MoeConfig:
+    scoring = config.get("scoring_func") or "sqrtsoftplus"
+    if scoring not in ("sqrtsoftplus", "softmax", "sigmoid"):
+        raise ConfigError(
+            f"config.json: scoring_func {scoring!r} is not supported for deepseek_v4, only sqrtsoftplus, softmax and "
+            "sigmoid"
+        )
+    if config.get("topk_method", "noaux_tc") != "noaux_tc":
+        raise ConfigError(f"config.json: topk_method {config['topk_method']!r} is not supported, only 'noaux_tc'")
+    if config.get("expert_dtype") not in (None, "fp4", "fp8", "bf16", "bfloat16"):
+        raise ConfigError(f"config.json: expert_dtype {config['expert_dtype']!r} is not supported, only fp4, fp8, bf16")
+    inner = size(config, "moe_intermediate_size", 2048)
+    return MoeConfig(
+        num_experts=size(config, "n_routed_experts", 256),
+        experts_per_token=size(config, "num_experts_per_tok", 6),
+        inner_size=inner,
+        shared_size=inner * size(config, "n_shared_experts", 1),
+        sparse_layers=(True,) * num_layers,
+        scoring=scoring,
+        renormalize=flag(config, "norm_topk_prob", True),
+        eps=1e-20,
+        scaling=number(config, "routed_scaling_factor", 1.5),
+        has_bias=True,
+        num_groups=1,
+        groups_kept=1,
+        hash_layers=_hash_layers(config, num_layers),
+        limit=number(config, "swiglu_limit", 10.0),
+    )
+
+
+def _hash_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        count = config.get("num_hash_layers", 3)
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise ConfigError(f"config.json: num_hash_layers is {count!r}, it must be a number of layers")
+        return tuple(index < count for index in range(num_layers))
+    if not isinstance(kinds, list) or len(kinds) < num_layers or any(each not in ("hash_moe", "moe") for each in kinds):
+        raise ConfigError(f"config.json: mlp_layer_types must say hash_moe or moe for each of the {num_layers} layers")
+    return tuple(each == "hash_moe" for each in kinds[:num_layers])
+
+
+_PARSERS = {
+    "qwen3_moe": _qwen3_moe,
+    "mixtral": _mixtral,
+    "deepseek_v3": _deepseek_v3,
+    "deepseek_v4": _deepseek_v4,
+}

@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tests import tiny_deepseek_v4
+
 VOCAB_SIZE = 384
 MAX_CONTEXT = 2048
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -131,6 +133,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "num_nextn_predict_layers": 0,
     },
+    "deepseek-v4": tiny_deepseek_v4.SIZES,
+    "deepseek-v4-pro": tiny_deepseek_v4.PRO,
     "qwen3-bias": {"model_type": "qwen3", "head_dim": 16, "attention_bias": True, "num_key_value_heads": 1},
 }
 _ARCHITECTURES = {
@@ -140,6 +144,7 @@ _ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v4": "DeepseekV4ForCausalLM",
 }
 
 
@@ -147,6 +152,7 @@ def make(path: Path, kind: str = "llama", *, seed: int = 0, shards: int = 1, **o
     """Writes the model directory `path` and returns it. `overrides` go into config.json."""
     path.mkdir(parents=True, exist_ok=True)
     config = _SIZES | KINDS[kind] | overrides
+    config = {key: value for key, value in config.items() if value is not None or key == "q_lora_rank"}
     config = {"torch_dtype": "bfloat16", "architectures": [_ARCHITECTURES[config["model_type"]]]} | config
     _write_json(path / "config.json", config)
     _write_json(path / "generation_config.json", {"bos_token_id": 1, "eos_token_id": [2, 0], "do_sample": False})
@@ -156,7 +162,9 @@ def make(path: Path, kind: str = "llama", *, seed: int = 0, shards: int = 1, **o
 
 
 def random_weights(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
-    """Tensors under the names of transformers, on a fixed seed, in the config's torch_dtype."""
+    """Tensors under the names of published checkpoints, on a fixed seed, in the config's torch_dtype."""
+    if config["model_type"] == "deepseek_v4":
+        return tiny_deepseek_v4.random_weights(config, seed)
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, config["torch_dtype"])
     hidden, inner = config["hidden_size"], config["intermediate_size"]

@@ -2,37 +2,60 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any, Protocol
 
 import torch
 
+from engine.batch import Batch
+from engine.compressed_cache import CompressedLayout
 from engine.kv_cache import KvLayout, Layout
 from engine.latent_cache import LatentLayout
 from engine.loading import Checkpoint
 from engine.model_config import ModelConfig
-from engine.models.decoder import Decoder
 from engine.models.deepseek_v3 import read_deepseek_v3
+from engine.models.deepseek_v4 import read_deepseek_v4
 from engine.models.dense import read_dense
 from engine.models.grouped_moe import read_grouped_moe
 from engine.models.projections import Reader
 
-MODELS = {
+
+class Model(Protocol):
+    """A stack of layers with weights: engine.models.decoder.Decoder, or engine.models.streams.StreamDecoder."""
+
+    def forward(
+        self, batch: Batch, views: list[Any], on_layer: Callable[[int], None] | None = None
+    ) -> torch.Tensor: ...
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+    def decoder(self, views: list[Any]) -> Any: ...
+    @property
+    def weight_bytes(self) -> int: ...
+
+
+MODELS: dict[str, Callable[[Reader], Model]] = {
     "llama": read_dense,
     "qwen2": read_dense,
     "qwen3": read_dense,
     "qwen3_moe": read_grouped_moe,
     "mixtral": read_grouped_moe,
     "deepseek_v3": read_deepseek_v3,
+    "deepseek_v4": read_deepseek_v4,
 }
 
 
 def block_granularity(config: ModelConfig) -> int:
     """What a block's number of tokens must be a multiple of: as many as one entry of the model's cache stands for."""
+    if config.compressed is not None:
+        return math.lcm(config.compressed.sparse_rate, config.compressed.heavy_rate)
     return 1
 
 
 def cache_layout(config: ModelConfig, block_size: int, kv_dtype: str) -> Layout:
     """What a row of the model's cache is like. block_size: tokens a row; kv_dtype: a key of KV_DTYPES."""
+    if config.compressed is not None:
+        return CompressedLayout(model=config.compressed, block_size=block_size, kv_dtype=kv_dtype)
     if config.latent is not None:
         return LatentLayout(
             num_layers=config.num_layers,
@@ -59,7 +82,7 @@ def read(
     int8_cache: bool,
     weights: str,
     latent_form: str,
-) -> Decoder:
+) -> Model:
     """int8_cache: whether keys are changed to fit one, see engine.models.int8_keys; weights: how matrices are held, see
     engine.quantization; latent_form: see engine.models.latent_attention.
     Raises ConfigError when the checkpoint does not hold what the config implies.

@@ -30,6 +30,9 @@ from engine.ops.cpu_moe import (
     pack_groups,
 )
 from engine.ops.cpu_tensors import check_tensor, dense_rows, dtype_code
+from engine.ops.reference_compressed import lightning_indexer, pool_windows, sparse_attn_sharedkv
+from engine.ops.reference_latent import as_stored, gather_items
+from engine.ops.reference_streams import hc_head, hc_post, hc_pre
 from engine.quantization import AS_LOADED, W8A8, WEIGHT_FORMATS, quantize_rows
 
 if TYPE_CHECKING:
@@ -41,22 +44,30 @@ __all__ = [
     "Linear",
     "LinearGroups",
     "add_rms_norm",
+    "as_stored",
     "decode_attention",
     "decoder",
+    "gather_items",
     "gather_latents",
     "grouped_linear",
+    "hc_head",
+    "hc_post",
+    "hc_pre",
     "latent_attention",
+    "lightning_indexer",
     "linear",
     "moe_experts",
     "moe_gating_top_k",
     "pack_experts",
     "pack_groups",
     "pack_linear",
+    "pool_windows",
     "prefill_attention",
     "rms_norm",
     "rope",
     "set_num_threads",
     "silu_mul",
+    "sparse_attn_sharedkv",
     "store_kv",
     "store_latents",
 ]

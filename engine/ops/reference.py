@@ -12,7 +12,15 @@ import torch
 import torch.nn.functional as F
 
 from engine.kv_cache import KvView
-from engine.ops.reference_latent import gather_latents, latent_attention, quantize, store_latents
+from engine.ops.reference_compressed import lightning_indexer, pool_windows, sparse_attn_sharedkv
+from engine.ops.reference_latent import (
+    as_stored,
+    gather_items,
+    gather_latents,
+    latent_attention,
+    quantize,
+    store_latents,
+)
 from engine.ops.reference_linear import Linear, linear, pack_linear
 from engine.ops.reference_moe import (
     Experts,
@@ -23,30 +31,39 @@ from engine.ops.reference_moe import (
     pack_experts,
     pack_groups,
 )
+from engine.ops.reference_streams import hc_head, hc_post, hc_pre
 
 __all__ = [
     "Experts",
     "Linear",
     "LinearGroups",
     "add_rms_norm",
+    "as_stored",
     "decode_attention",
     "decoder",
+    "gather_items",
     "gather_kv",
     "gather_latents",
     "grouped_linear",
+    "hc_head",
+    "hc_post",
+    "hc_pre",
     "latent_attention",
+    "lightning_indexer",
     "linear",
     "moe_experts",
     "moe_gating_top_k",
     "pack_experts",
     "pack_groups",
     "pack_linear",
+    "pool_windows",
     "prefill_attention",
     "quantize",
     "rms_norm",
     "rope",
     "set_num_threads",
     "silu_mul",
+    "sparse_attn_sharedkv",
     "store_kv",
     "store_latents",
 ]

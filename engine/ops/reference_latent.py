@@ -30,6 +30,26 @@ def store_latents(latents: torch.Tensor, rope: torch.Tensor, view: LatentView, s
         view.latents[rows, places], view.scale[rows, places] = quantize(latents)
 
 
+def gather_items(view: LatentView, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What lies at slots (int64 [...]: row * block_size + place), dequantized: [..., rank + rope_dim]."""
+    rows, places = slots // view.block_size, slots % view.block_size
+    latents, rope = view.latents[rows, places], view.rope[rows, places].to(dtype)
+    if view.scale is not None:
+        latents = latents.float() * view.scale[rows, places].float().unsqueeze(-1)
+    return torch.cat((latents.to(dtype), rope), dim=-1)
+
+
+def as_stored(latents: torch.Tensor, rope: torch.Tensor, view: LatentView) -> torch.Tensor:
+    """latents [T, rank] and rope [T, rope_dim] as `gather_items` gives them back once they are stored in `view`."""
+    turned = rope.to(view.rope.dtype).to(rope.dtype)
+    if view.scale is None:
+        kept = latents.to(view.latents.dtype).to(latents.dtype)
+    else:
+        codes, scale = quantize(latents)
+        kept = (codes.float() * scale.float().unsqueeze(-1)).to(latents.dtype)
+    return torch.cat((kept, turned), dim=-1)
+
+
 def gather_latents(view: LatentView, block_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Blocks of a sequence or several, dequantized: [blocks, block_size, rank + rope_dim]. block_ids int64 [blocks]."""
     latents, rope = view.latents[block_ids], view.rope[block_ids].to(dtype)

@@ -17,15 +17,18 @@ class Running:
         block_size = engine.cache.layout.block_size
         block_ids = engine.blocks.allocate(-(-max_tokens // block_size))
         assert block_ids is not None, "the test's cache is too small"
+        self.states = engine.states.allocate(1)
+        assert self.states is not None, "the test's cache has too few rows of sequences"
         self.engine, self.block_ids, self.computed = engine, block_ids, 0
 
     def item(self, token_ids: Sequence[int]) -> BatchItem:
-        item = BatchItem(token_ids, self.computed, self.block_ids)
+        item = BatchItem(token_ids, self.computed, self.block_ids, *self.states)
         self.computed += len(token_ids)
         return item
 
     def end(self) -> None:
         self.engine.blocks.release(self.block_ids)
+        self.engine.states.release(self.states)
 
 
 def step(engine: Engine, items: list[BatchItem]) -> list[torch.Tensor]:
