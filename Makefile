@@ -9,11 +9,12 @@ BIN    := .venv/bin
 PROTOS := $(wildcard proto/twinpool/v1/*.proto)
 BUILD  := pyproject.toml $(wildcard setup.py engine/ops/csrc/* kvtransfer/csrc/*)
 
-.PHONY: help demo test test-net check bench proto compose
+.PHONY: help demo test test-slow test-net check bench proto compose
 
 help:
 	@echo "make demo      install into .venv, fetch the default model, start one router, one prefill and one decode worker, ask a question"
 	@echo "make test      install the test dependencies too, run all tests (ARGS= goes to pytest)"
+	@echo "make test-slow the tests that take long or much memory, which make test leaves out"
 	@echo "make test-net  the tests over an emulated link between network namespaces, with the scripts in the folder TWINPOOL_RIG"
 	@echo "make check     ruff, ruff format, mypy, import rules, generated stubs in sync with proto/"
 	@echo "make bench     quality of INT8 KV, kernels, the engine alone, transfer, a short online run against two local workers"
@@ -26,6 +27,9 @@ demo: .venv/.run
 test: .venv/.dev
 	@echo "running the tests: real processes on 127.0.0.1, some minutes on two cores"
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-slow: .venv/.dev
+	@$(BIN)/python -m pytest -m slow $(ARGS)
 
 test-net: .venv/.dev
 	@$(BIN)/python -m pytest tests/net -rs $(ARGS)
