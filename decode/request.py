@@ -182,7 +182,6 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     state_ids: list[int] = field(default_factory=list)
-    state_slots: list[int] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

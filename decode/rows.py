@@ -31,7 +31,6 @@ class Rows:
         blocks: BlockPool,
         states: StatePool,
         swap: SwapArea,
-        state_swap: SwapArea,
         *,
         evict: Callable[[Generation], None],
         metrics: DecodeMetrics,
@@ -40,7 +39,6 @@ class Rows:
         self._blocks = blocks
         self._states = states
         self._swap = swap
-        self._state_swap = state_swap
         self._evict = evict
         self._metrics = metrics
         self.running: list[Sequence] = []
@@ -132,9 +130,8 @@ class Rows:
                 return
             sequence.block_ids = self._blocks.allocate(needed) or []
             sequence.state_ids = self._states.allocate(1) or []
-            self._swap.restore(sequence.slots, sequence.block_ids[: len(sequence.slots)])
-            self._state_swap.restore(sequence.state_slots, sequence.state_ids)
-            sequence.slots, sequence.state_slots = [], []
+            self._swap.restore(sequence.slots, sequence.block_ids, sequence.state_ids)
+            sequence.slots = []
             self.swapped.remove(sequence)
             self.running.append(sequence)
             self._metrics.restores.inc()
@@ -145,8 +142,7 @@ class Rows:
         if sequence.slots:
             self.swapped.remove(sequence)
             self._swap.free(sequence.slots)
-            self._state_swap.free(sequence.state_slots)
-            sequence.slots, sequence.state_slots = [], []
+            sequence.slots = []
         else:
             self.running.remove(sequence)
             self._release(sequence)
@@ -160,15 +156,13 @@ class Rows:
     def _preempt(self, victim: Sequence) -> None:
         self._metrics.preemptions.inc()
         stored = self._num_blocks(victim.num_tokens - 1)  # the block of the last token may be there, still empty
-        state_slots = self._state_swap.save(victim.state_ids)
-        slots = None if state_slots is None else self._swap.save(victim.block_ids[:stored])
+        slots = self._swap.save(victim.block_ids[:stored], victim.state_ids)
         if slots is None:
-            self._state_swap.free(state_slots or [])
             self._evict(victim.generation)
             return
         self.running.remove(victim)
         self._release(victim)
-        victim.slots, victim.state_slots = slots, state_slots or []
+        victim.slots = slots
         self.swapped.append(victim)
 
     def _release(self, holder: Generation | Sequence) -> None:

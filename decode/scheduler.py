@@ -72,7 +72,6 @@ class Scheduler:
         blocks: BlockPool,
         states: StatePool,
         swap: SwapArea,
-        state_swap: SwapArea,
         *,
         reserve: Callable[[Generation, list[int], float], Reservation],
         emit: Callable[[Generation, Event], None],
@@ -81,7 +80,7 @@ class Scheduler:
         """reserve(generation, block ids of the prompt, timeout in s) makes them, and the state of the first choice, a
         target or raises TwinpoolError."""
         self._limits = limits
-        self._rows = Rows(blocks, states, swap, state_swap, evict=self._evict, metrics=metrics)
+        self._rows = Rows(blocks, states, swap, evict=self._evict, metrics=metrics)
         self._reserve = reserve
         self._emit = emit
         self._metrics = metrics

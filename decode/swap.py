@@ -1,32 +1,35 @@
 """Copies of cache rows: to host memory and back for preempted sequences, and within the cache for forks.
 
-A swap area is allocated at start and has the cache's rows, of blocks or of sequences, so that a sequence comes back bit
-for bit.
+The swap area is allocated at start and keeps every byte, so that a sequence comes back bit for bit. Its unit, a slot,
+holds a block of all layers; the state of a sequence, for models that have such, takes as many slots as it needs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.nn.functional as F
 
 from engine import memory
 from engine.kv_cache import KvCache
-from engine.region_shape import Per, row_bytes
 from twinpool.errors import ConfigError
 
 
 class SwapArea:
-    """`num_rows` rows in host memory, handed out as slots. The device thread owns it."""
+    """`num_rows` slots in host memory. The device thread owns it."""
 
-    def __init__(self, cache: KvCache, num_rows: int, per: Per = "block") -> None:
-        """per: what the rows are of, which `save` and the others name by their row ids."""
+    def __init__(self, cache: KvCache, num_rows: int) -> None:
         self.num_rows = num_rows
-        self._cached = cache.buffers_of(per)
-        wanted, available = num_rows * row_bytes(cache.regions, per), memory.available_bytes()
+        self._blocks, self._states = cache.buffers_of("block"), cache.buffers_of("sequence")
+        self._slot_bytes = cache.layout.block_bytes
+        self._state_slots = -(-cache.layout.state_bytes // self._slot_bytes)  # for each sequence
+        wanted, available = num_rows * self._slot_bytes, memory.available_bytes()
         if available is not None and wanted > available:  # the kernel would promise it, and kill the worker much later
             raise ConfigError(f"--swap takes {wanted} bytes, but {available} are available: lower it", field="swap")
         try:
             self._free = list(range(num_rows - 1, -1, -1))
-            self._buffers = [torch.zeros(num_rows, buffer.shape[1], dtype=torch.uint8) for buffer in self._cached]
+            self._slots = torch.zeros(num_rows, self._slot_bytes, dtype=torch.uint8)
         except (RuntimeError, MemoryError, OverflowError) as error:
             raise ConfigError(f"cannot allocate {wanted} bytes to swap to: lower --swap", field="swap") from error
 
@@ -35,34 +38,56 @@ class SwapArea:
         return len(self._free)
 
     @torch.inference_mode()
-    def save(self, row_ids: list[int]) -> list[int] | None:
-        """Copies rows out of the cache; the slots that hold them now, or None when too few are free."""
-        if len(row_ids) > len(self._free):
+    def save(self, block_ids: Sequence[int], states: Sequence[int] = ()) -> list[int] | None:
+        """Copies rows of blocks and of sequences out of the cache.
+
+        The slots that hold them now, or None when too few are free.
+        """
+        needed = len(block_ids) + self._state_slots * len(states)
+        if needed > len(self._free):
             return None
-        slots = [self._free.pop() for _ in row_ids]
-        for swapped, cached in zip(self._buffers, self._cached, strict=True):
-            swapped[slots] = cached[row_ids].to(swapped.device)
+        slots = [self._free.pop() for _ in range(needed)]
+        own, begin = slots[: len(block_ids)], 0
+        for cached in self._blocks:
+            end = begin + cached.shape[1]
+            self._slots[own, begin:end] = cached[list(block_ids)].to(self._slots.device)
+            begin = end
+        for state, rest in self._slots_of(slots, states):
+            whole = torch.cat([cached[state] for cached in self._states]).to(self._slots.device)
+            padding = len(rest) * self._slot_bytes - len(whole)
+            self._slots[rest] = F.pad(whole, (0, padding)).view(len(rest), self._slot_bytes)
         return slots
 
     @torch.inference_mode()
-    def restore(self, slots: list[int], row_ids: list[int]) -> None:
-        """Copies slots into the rows of the same index, and frees the slots."""
-        for swapped, cached in zip(self._buffers, self._cached, strict=True):
-            cached[row_ids] = swapped[slots].to(cached.device)
+    def restore(self, slots: list[int], block_ids: Sequence[int], states: Sequence[int] = ()) -> None:
+        """Copies slots into rows of blocks and of sequences in the order in which they were saved; frees the slots.
+
+        What is in further blocks stays.
+        """
+        own, begin = slots[: len(slots) - self._state_slots * len(states)], 0
+        for cached in self._blocks:
+            end = begin + cached.shape[1]
+            cached[list(block_ids[: len(own)])] = self._slots[own, begin:end].to(cached.device)
+            begin = end
+        for state, rest in self._slots_of(slots, states):
+            whole, begin = self._slots[rest].flatten(), 0
+            for cached in self._states:
+                end = begin + cached.shape[1]
+                cached[state] = whole[begin:end].to(cached.device)
+                begin = end
         self.free(slots)
 
     def free(self, slots: list[int]) -> None:
         self._free += slots
 
     @torch.inference_mode()
-    def fork(self, row_id: int, copy_id: int) -> None:
-        """Copies one row to another within the cache."""
-        for cached in self._cached:
-            cached[copy_id] = cached[row_id]
+    def fork(self, block_id: int, copy_id: int) -> None:
+        """Copies one block to another within the cache."""
+        for cached in self._blocks:
+            cached[copy_id] = cached[block_id]
 
-
-def division(cache: KvCache, swap_bytes: int) -> tuple[int, int]:
-    """Slots for blocks and slots for the states of sequences, in the proportion of the cache's rows."""
-    block_bytes, state_bytes = cache.layout.block_bytes, cache.layout.state_bytes
-    num_states = swap_bytes * cache.num_states // (cache.num_rows * block_bytes + cache.num_states * state_bytes)
-    return (swap_bytes - num_states * state_bytes) // block_bytes, num_states
+    def _slots_of(self, slots: list[int], states: Sequence[int]) -> list[tuple[int, list[int]]]:
+        """Each state and its slots, which stand behind those of the blocks."""
+        size = self._state_slots
+        begin = len(slots) - size * len(states)
+        return [(state, slots[begin + i * size : begin + (i + 1) * size]) for i, state in enumerate(states)]

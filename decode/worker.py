@@ -21,7 +21,7 @@ from decode.metrics import DecodeMetrics
 from decode.prompts import Chunk
 from decode.request import Event, Generation, Output, Reason, Request, Sequence, Session
 from decode.scheduler import Limits, Scheduler
-from decode.swap import SwapArea, division
+from decode.swap import SwapArea
 from engine.batch import Batch, BatchItem
 from engine.engine import Engine
 from engine.kv_cache import KvCache
@@ -90,8 +90,7 @@ class Worker:
         self._receiver = receiver
         self._metrics = metrics
         self._decode_note = decode_note
-        num_slots, num_state_slots = division(engine.cache, swap_bytes)
-        self._swap = SwapArea(engine.cache, num_slots)
+        self._swap = SwapArea(engine.cache, swap_bytes // engine.cache.layout.block_bytes)
         blocks = engine.blocks
         self.max_context = min(engine.config.max_context, blocks.num_blocks * blocks.block_size)
         self._scheduler = Scheduler(
@@ -105,7 +104,6 @@ class Worker:
             blocks,
             engine.states,
             self._swap,
-            SwapArea(engine.cache, num_state_slots, "sequence"),
             reserve=self._reserve,
             emit=self._emit,
             metrics=metrics,

@@ -256,7 +256,10 @@ class Pair:
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams, **options: Any) -> list[Call]:
         """All at the same time."""
-        calls = [self.call(prompt, params, **options) for prompt in prompts]
+        return self.wait_for_all([self.call(prompt, params, **options) for prompt in prompts])
+
+    def wait_for_all(self, calls: list[Call]) -> list[Call]:
+        """Takes in the events of all of them as they come."""
         pending = list(calls)
         while pending:
             for call in pending:

@@ -51,7 +51,6 @@ class Desk:
     rows: int = 32
     states: int = 0  # 0: a model that has none
     swap_rows: int = 32
-    swap_states: int = 32
     max_batch: int = 8
     max_waiting: int = 8
     now: float = 100.0
@@ -64,7 +63,6 @@ class Desk:
         self.blocks = BlockPool(self.rows, BLOCK)
         cache = KvCache(layout, self.rows, num_states=self.states)
         self.swap = SwapArea(cache, self.swap_rows)
-        self.state_swap = SwapArea(cache, self.swap_states, "sequence")
         self.cache, self.state_pool = cache, StatePool(cache)
         self.router = Router()
         self.scheduler = Scheduler(
@@ -74,7 +72,6 @@ class Desk:
             self.blocks,
             self.state_pool,
             self.swap,
-            self.state_swap,
             reserve=self._reserve,  # type: ignore[arg-type]
             emit=lambda generation, event: self.events.append(
                 (generation.request.request_id, generation.request.attempt, event)
@@ -146,7 +143,6 @@ def desk(request: pytest.FixtureRequest) -> Iterator[Desk]:
     assert desk.blocks.num_free == desk.rows
     assert desk.swap.num_free == desk.swap_rows
     assert desk.state_pool.num_free == desk.states
-    assert desk.state_swap.num_free == desk.swap_states
     owners = [(owner, attempt) for owner, attempt, event in desk.events if isinstance(event, Ended)]
     assert len(owners) == len(set(owners))
 
@@ -452,7 +448,7 @@ def test_states_go_to_the_swap_area_and_back(desk: Desk) -> None:
         desk.step()
     assert young.state is None
     assert desk.state_pool.num_free == 2
-    assert desk.state_swap.num_free == 31
+    assert desk.swap.num_free == 32 - len(young.slots)
     for buffer in desk.cache.buffers_of("sequence"):
         buffer.fill_(1)
     while desk.scheduler.num_swapped:
@@ -465,7 +461,7 @@ def test_states_go_to_the_swap_area_and_back(desk: Desk) -> None:
     assert desk.reason("young") is Reason.FINISHED
 
 
-@sized(states=3, rows=6, swap_states=0)
+@sized(states=3, rows=6, swap_rows=3)
 def test_no_room_to_swap_a_state_is_no_room(desk: Desk) -> None:
     desk.start("old", length=8, max_tokens=15)
     desk.start("young", length=4, max_tokens=15)

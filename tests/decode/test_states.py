@@ -264,7 +264,14 @@ def test_the_stand_in_notices_states_that_do_not_come_back(
     engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_pair(engine(), engine(rows=14)) as pair:
-        monkeypatch.setattr(pair.decode._scheduler._rows._state_swap, "restore", lambda slots, row_ids: None)
+        restore = pair.decode._swap.restore
+        own = pair.decode_engine.states.copy
+
+        def without_state(slots: list[int], block_ids: list[int], states: list[int]) -> None:
+            restore(slots, block_ids, states)
+            own((states[0] + 1) % 16, to=states[0])
+
+        monkeypatch.setattr(pair.decode._swap, "restore", without_state)
         calls = pair.generate(prompts(8, seed=2, low=20, high=60), greedy(60))
         assert pair.sample("twinpool_decode_restores_total") > 0
     assert any(call.token_ids() != stateful.answer(call.prompt, 60) for call in calls)
