@@ -33,14 +33,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.make(tmp_path_factory.mktemp("v4") / "tiny", "deepseek-v4")
 
 
+def load(model: Path, **options: Any) -> Engine:
+    return load_engine(model, **{"kv_dtype": "fp32", **options})
+
+
 @pytest.fixture(scope="module")
 def oracle(model: Path) -> Engine:
-    return load_engine(model)
+    return load(model)
 
 
 @pytest.fixture(scope="module")
 def text(oracle: Engine) -> list[int]:
-    return [11, *alone(oracle, [11], sampled(LENGTH - 1))]
+    return text_of(oracle, LENGTH)
+
+
+def text_of(oracle: Engine, length: int) -> list[int]:
+    return [11, *alone(oracle, [11], sampled(length - 1))]
 
 
 def going_on(pair: Pair, text: list[int], length: int, count: int, **options: Any) -> Call:
@@ -59,10 +67,17 @@ def test_the_text_is_no_repetition(text: list[int]) -> None:
     assert len(set(text)) > LENGTH / 3
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
-def test_a_prompt_of_any_length_is_handed_over(model: Path, text: list[int], transport: str) -> None:
-    with open_pair(load_engine(model), load_engine(model), transport=transport) as pair:
-        assert_goes_on(pair, text, LENGTHS if transport == "tcp" else LENGTHS[::4], 2)
+def test_a_prompt_of_any_length_is_handed_over(model: Path, text: list[int]) -> None:
+    with open_pair(load(model), load(model)) as pair:
+        assert_goes_on(pair, text, LENGTHS, 2)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "bf16"])
+def test_other_formats_are_handed_over_in_shared_memory(model: Path, kv_dtype: str) -> None:
+    oracle, *engines = (load(model, kv_dtype=kv_dtype) for _ in range(3))
+    text = text_of(oracle, 52)
+    with open_pair(*engines, transport="shm") as pair:
+        assert_goes_on(pair, text, (1, 4, 7, 8, 15, 16, 18, 33, 50), 2)
 
 
 @pytest.mark.slow
@@ -72,25 +87,25 @@ def test_a_prompt_of_every_length_up_to_300_is_handed_over(tmp_path: Path, kv_dt
     changes = {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}}
     model = tiny_models.make(tmp_path / "tiny", "deepseek-v4", **changes, sliding_window=128)
     oracle, *engines = (load_engine(model, kv_dtype=kv_dtype, block_size=128, states=320) for _ in range(3))
-    text = [11, *alone(oracle, [11], sampled(304))]
+    text = text_of(oracle, 304)
     with open_pair(*engines, max_waiting=300) as pair:
         assert_goes_on(pair, text, range(1, 301), 3)
 
 
 @pytest.mark.parametrize("budget", [16, 24, 50])
 def test_chunks_of_any_size_in_a_batch_give_the_same_text(model: Path, text: list[int], budget: int) -> None:
-    with open_pair(load_engine(model), load_engine(model), token_budget=budget) as pair:
+    with open_pair(load(model), load(model), token_budget=budget) as pair:
         assert_goes_on(pair, text, (140, 5, 70, 16), 4)
 
 
 def test_prompts_computed_by_the_decode_worker_give_the_same_text(model: Path, text: list[int]) -> None:
-    with open_pair(load_engine(model), load_engine(model), prefill_chunk=20) as pair:
+    with open_pair(load(model), load(model), prefill_chunk=20) as pair:
         assert_goes_on(pair, text, (1, 16, 67), 4, local_prefill=True)
 
 
 def test_choices_go_their_own_ways(model: Path, oracle: Engine, text: list[int]) -> None:
     params = sampled(6, n=3)
-    with open_pair(load_engine(model), load_engine(model)) as pair:
+    with open_pair(load(model), load(model)) as pair:
         (call,) = pair.generate([text[:37]], params)
     answers = [call.token_ids(choice) for choice in range(3)]
     assert answers == [alone(oracle, text[:37], params, choice) for choice in range(3)]
@@ -103,21 +118,21 @@ def test_prefixes_are_taken_up_at_their_snapshots_as_long_as_these_last(model: P
         assert_goes_on(pair, text, [length], 2)
         return pair.sample("twinpool_prefill_cached_tokens_total") - before
 
-    with open_pair(load_engine(model, states=2), load_engine(model), token_budget=64) as pair:
+    with open_pair(load(model, states=2), load(model), token_budget=64) as pair:
         assert [cached(length) for length in (100, 100, 111)] == [0, 96, 96]
         assert cached(70) == 0  # there is room for one snapshot, of the prompt before
         assert cached(100) == 64
 
 
 def test_preempted_answers_come_back_with_windows_sums_and_overlaps(model: Path, text: list[int]) -> None:
-    with open_pair(load_engine(model), load_engine(model, rows=10)) as pair:
+    with open_pair(load(model), load(model, rows=10)) as pair:
         assert_goes_on(pair, text, (29, 30, 35, 38), 24)
         assert pair.sample("twinpool_decode_preemptions_total") > 0
         assert pair.sample("twinpool_decode_restores_total") == pair.sample("twinpool_decode_preemptions_total")
 
 
 def test_an_answer_cut_off_in_the_middle_frees_its_rows(model: Path, text: list[int]) -> None:
-    with open_pair(load_engine(model), load_engine(model)) as pair:
+    with open_pair(load(model), load(model)) as pair:
         call = going_on(pair, text, 50, 90).wait_for(Token)
         call.cancel()
         call.wait()
