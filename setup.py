@@ -9,8 +9,9 @@ from setuptools import Extension, setup
 
 CSRC = "engine/ops/csrc"
 ISAS = ["generic", "avx2", "avx512", "avx512vnni", "avx512bf16"]
-SOURCES = ["api", "decoder", "moe", "topk", "threads", *(f"isa_{isa}" for isa in ISAS)]
+SOURCES = ["api", "compressed", "decoder", "moe", "topk", "threads", *(f"isa_{isa}" for isa in ISAS)]
 HEADERS = [
+    "compressed.h",
     "dispatch.h",
     "isa.h",
     "kernels.h",
@@ -21,9 +22,11 @@ HEADERS = [
     "quantize.inl",
     "linear.inl",
     "attention.inl",
+    "compressed.inl",
     "kv_store.inl",
     "latent.inl",
     "moe.inl",
+    "streams.inl",
     "elementwise.inl",
 ]
 

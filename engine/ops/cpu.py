@@ -18,6 +18,16 @@ import torch.nn.functional as F
 from engine.kv_cache import KvView
 from engine.ops import native
 from engine.ops.cpu_attention import cache_args, decode_attention, prefill_attention, store_kv
+from engine.ops.cpu_compressed import (
+    as_stored,
+    gather_items,
+    hc_head,
+    hc_post,
+    hc_pre,
+    lightning_indexer,
+    pool_windows,
+    sparse_attn_sharedkv,
+)
 from engine.ops.cpu_decoder import Decoder
 from engine.ops.cpu_latent import gather_latents, latent_attention, store_latents
 from engine.ops.cpu_moe import (
@@ -30,9 +40,6 @@ from engine.ops.cpu_moe import (
     pack_groups,
 )
 from engine.ops.cpu_tensors import check_tensor, dense_rows, dtype_code
-from engine.ops.reference_compressed import lightning_indexer, pool_windows, sparse_attn_sharedkv
-from engine.ops.reference_latent import as_stored, gather_items
-from engine.ops.reference_streams import hc_head, hc_post, hc_pre
 from engine.quantization import AS_LOADED, W8A8, WEIGHT_FORMATS, quantize_rows
 
 if TYPE_CHECKING:

@@ -101,6 +101,87 @@ class LatentArgs(ctypes.Structure):
     )
 
 
+class EntryArgs(ctypes.Structure):
+    """struct EntryArgs of compressed.h."""
+
+    _fields_ = (
+        ("dtype", _INT),
+        *((name, _POINTER) for name in ("latents", "keys", "scales")),
+        *((name, _SIZE) for name in ("row_bytes", "item_stride")),
+        *((name, _INT) for name in ("block_size", "rank", "key_dim")),
+    )
+
+
+class SharedArgs(ctypes.Structure):
+    """struct SharedArgs of compressed.h."""
+
+    _fields_ = (
+        ("dtype", _INT),
+        ("q", _POINTER),
+        *((name, _SIZE) for name in ("q_token_stride", "q_head_stride")),
+        *((name, _INT) for name in ("num_heads", "heads_at_once", "dim")),
+        ("local", _POINTER),
+        ("local_stride", _SIZE),
+        ("spans", _POINTER),
+        ("entries", EntryArgs),
+        ("slots", _POINTER),
+        *((name, _SIZE) for name in ("slots_stride", "num_slots")),
+        ("sinks", _POINTER),
+        ("scale", _FLOAT),
+        ("out", _POINTER),
+    )
+
+
+class IndexArgs(ctypes.Structure):
+    """struct IndexArgs of compressed.h."""
+
+    _fields_ = (
+        ("dtype", _INT),
+        ("q", _POINTER),
+        *((name, _SIZE) for name in ("q_token_stride", "q_head_stride")),
+        *((name, _INT) for name in ("num_heads", "dim")),
+        ("weights", _POINTER),
+        ("entries", EntryArgs),
+        ("block_tables", _POINTER),
+        ("block_tables_stride", _SIZE),
+        *((name, _POINTER) for name in ("sequences", "visible", "scores")),
+        ("scores_stride", _SIZE),
+    )
+
+
+class PoolArgs(ctypes.Structure):
+    """struct PoolArgs of compressed.h."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("keys", "gates")),
+        *((name, _SIZE) for name in ("count", "width")),
+        ("out", _POINTER),
+    )
+
+
+class StreamsInArgs(ctypes.Structure):
+    """struct StreamsInArgs of compressed.h."""
+
+    _fields_ = (
+        ("dtype", _INT),
+        *((name, _POINTER) for name in ("x", "mixes", "scale", "base")),
+        *((name, _SIZE) for name in ("streams", "width", "iterations")),
+        ("eps", _FLOAT),
+        *((name, _POINTER) for name in ("out", "post", "comb")),
+    )
+
+
+class StreamsOutArgs(ctypes.Structure):
+    """struct StreamsOutArgs of compressed.h."""
+
+    _fields_ = (
+        ("dtype", _INT),
+        *((name, _POINTER) for name in ("y", "x", "post", "comb")),
+        *((name, _SIZE) for name in ("streams", "width")),
+        ("out", _POINTER),
+    )
+
+
 class ExpertsArgs(ctypes.Structure):
     """struct ExpertsArgs of moe.cpp."""
 
@@ -134,7 +215,7 @@ class StepArgs(ctypes.Structure):
     )
 
 
-# Parameters as in api.cpp, moe.cpp and decoder.cpp.
+# Parameters as in api.cpp, compressed.cpp, moe.cpp and decoder.cpp.
 _FUNCTIONS = {
     "twinpool_set_num_threads": (_INT,),
     "twinpool_linear": (_LINEAR, _POINTER, _SIZE, _SIZE, _POINTER),
@@ -147,6 +228,11 @@ _FUNCTIONS = {
         *(_POINTER, _SIZE, _INT, _POINTER, _POINTER, _FLOAT, _POINTER),
     ),
     "twinpool_latent_attention": (ctypes.POINTER(LatentArgs), _INT, _POINTER),
+    "twinpool_shared_attention": (ctypes.POINTER(SharedArgs), _SIZE),
+    "twinpool_lightning_indexer": (ctypes.POINTER(IndexArgs), _SIZE, _SIZE, _POINTER, _SIZE),
+    "twinpool_pool_windows": (ctypes.POINTER(PoolArgs), _SIZE),
+    "twinpool_streams_in": (ctypes.POINTER(StreamsInArgs), _SIZE),
+    "twinpool_streams_out": (ctypes.POINTER(StreamsOutArgs), _SIZE),
     "twinpool_gating": (
         *(_INT, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _SIZE, _SIZE),
         *(_POINTER, _POINTER, _INT, _FLOAT, _FLOAT, _POINTER, _POINTER),

@@ -67,7 +67,7 @@ def test_logits_equal_transformers_whole_chunked_token_by_token_and_in_unequal_b
 @pytest.mark.parametrize("kv_dtype", ["int8", "bf16"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("weights", WEIGHT_FORMATS)
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe", "deepseek-v3"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe", "deepseek-v3", "deepseek-v4"])
 def test_a_prompts_logits_have_the_same_bits_however_it_is_cut_and_batched(
     tmp_path: Path, kind: str, dtype: str, kv_dtype: str, weights: str
 ) -> None:
@@ -130,7 +130,7 @@ def test_int8_weights_stay_close_to_the_checkpoints(tmp_path: Path, weights: str
     assert 0 < (as_loaded.exp() * (as_loaded - int8)).sum(-1).mean() < limit
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3-moe", "deepseek-v3"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3-moe", "deepseek-v3", "deepseek-v4"])
 @pytest.mark.parametrize("weights", ["w8a16", "w8a8"])
 def test_int8_weights_give_the_same_model_on_every_backend(tmp_path: Path, kind: str, weights: str) -> None:
     path = tiny_models.make(tmp_path, kind)
@@ -168,7 +168,7 @@ def test_an_unknown_weight_format_is_refused(tmp_path: Path) -> None:
         load(tiny_models.make(tmp_path), weights="int4")
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3-moe", "deepseek-v3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3-moe", "deepseek-v3", "deepseek-v4-pro"])
 @pytest.mark.parametrize("weights", WEIGHT_FORMATS)
 def test_greedy_batch_equals_solo_runs(tmp_path: Path, kind: str, weights: str) -> None:
     engine = load(tiny_models.make(tmp_path, kind), kv_dtype="int8", dtype="bf16", weights=weights)

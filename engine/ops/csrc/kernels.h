@@ -165,6 +165,12 @@ struct CombineArgs {
   char* out;  // contiguous
 };
 
+}  // namespace twinpool
+
+#include "compressed.h"
+
+namespace twinpool {
+
 struct Kernels {
   void (*linear)(const LinearArgs&, int64_t task);
   void (*quantize)(const LinearArgs&, int64_t row);
@@ -176,6 +182,11 @@ struct Kernels {
   void (*silu_mul)(const SiluMulArgs&, int64_t row);
   void (*gating)(const GatingArgs&, int64_t row);
   void (*combine)(const CombineArgs&, int64_t row);
+  void (*shared_attention)(const SharedArgs&, const SharedTask&);
+  void (*index_scores)(const IndexArgs&, const IndexTask&);
+  void (*pool_windows)(const PoolArgs&, int64_t row);
+  void (*streams_in)(const StreamsInArgs&, int64_t token);
+  void (*streams_out)(const StreamsOutArgs&, int64_t token);
 };
 
 namespace generic {

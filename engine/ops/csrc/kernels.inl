@@ -8,10 +8,14 @@
 #include "quantize.inl"
 
 #include "attention.inl"
+#include "compressed.inl"
 #include "elementwise.inl"
 #include "kv_store.inl"
 #include "latent.inl"
 #include "linear.inl"
 #include "moe.inl"
+#include "streams.inl"
 
-const Kernels kernels = {linear, quantize, store_kv, attention, latent_attention, rms_norm, rope, silu_mul, gating, combine};
+const Kernels kernels = {linear,   quantize, store_kv,         attention,    latent_attention, rms_norm,   rope,
+                         silu_mul, gating,   combine,          shared_attention, index_scores, pool_windows, streams_in,
+                         streams_out};
