@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -26,6 +27,7 @@ _FIRST_RESTART_WAIT_S = 0.5
 _LONGEST_RESTART_WAIT_S = 30.0
 _STEADY_AFTER_S = 60.0  # a child that lived this long begins again with the short wait
 _KEPT_LOG_FOLDERS = 20
+_MOST_CORES = 8192  # what Linux can be built for
 
 Report = Callable[[str], None]
 
@@ -214,6 +216,8 @@ def parse_cores(text: str) -> tuple[int, ...]:
     try:
         for part in filter(None, (part.strip() for part in text.split(","))):
             first, _, last = part.partition("-")
+            if not 0 <= int(first) <= int(last or first) < _MOST_CORES:
+                raise ValueError(part)
             cores += range(int(first), int(last or first) + 1)
     except ValueError:
         raise errors.ConfigError(f'--cores {text!r} is not a list of cores such as "0-3,8"', field="cores") from None
@@ -235,13 +239,24 @@ def _new_cluster_key() -> dict[str, str]:
     return {"TWINPOOL_CLUSTER_KEY": secrets.token_hex(32)}
 
 
+def _is_running(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except ValueError:
+        return False
+    except OSError as error:
+        return error.errno == errno.EPERM
+    return True
+
+
 def _new_log_folder() -> Path:
     logs = model_store.home() / "logs"
     folder = logs / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for old in sorted(path for path in logs.iterdir() if path.is_dir())[:-_KEPT_LOG_FOLDERS]:
-            shutil.rmtree(old, ignore_errors=True)
+            if not _is_running(old.name.rpartition("-")[2]):  # a deployment that has been up since long needs its logs
+                shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise errors.ConfigError(f"cannot write logs under {logs}: {error.strerror}; set TWINPOOL_HOME") from error
     return folder

@@ -263,8 +263,9 @@ def test_an_error_is_one_line_and_a_status(
     assert run("generate", "hi") == (status, "", f"twinpool: {error.message}\n")
 
 
-def test_no_router_is_one_line_that_says_what_to_do(run: Run, dead_address: str) -> None:
-    status, out, err = run("pools", "--router", dead_address)
+@pytest.mark.parametrize("command", [("pools",), ("explain", "r-1"), ("drain", "decode-0"), ("generate", "hi")])
+def test_no_router_is_one_line_that_says_what_to_do(run: Run, dead_address: str, command: tuple[str, ...]) -> None:
+    status, out, err = run(*command, "--router", dead_address)
     assert (status, out, err.count("\n")) == (1, "", 1)
     assert dead_address in err
     assert "twinpool up" in err
@@ -284,6 +285,8 @@ def test_stdin_that_is_not_utf8_is_refused(run: Run, command: str) -> None:
         (["--prefill", "-1"], "--prefill -1"),
         (["--cores", "a-b"], "--cores"),
         (["--cores", "100000"], "--cores"),
+        (["--cores", "0-10000000000"], "--cores"),
+        (["--start-timeout", "nan"], "--start-timeout nan"),
     ],
 )
 def test_up_refuses_what_cannot_work(run: Run, tmp_path: Any, arguments: list[str], part: str) -> None:

@@ -204,6 +204,17 @@ def test_a_start_that_takes_too_long_says_who_is_late(tiny_model: Path) -> None:
     assert not any(child.running for child in deployment.children)
 
 
+def test_logs_of_a_deployment_that_still_runs_are_kept(tiny_model: Path, home: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for number in range(25):
+        (home / "logs" / f"20200101-0000{number:02}-{gone.pid if number else os.getpid()}").mkdir(parents=True)
+    Deployment(DeploymentSpec(model=tiny_model, model_name="tiny"), lambda _line: None)
+    left = sorted(path.name for path in (home / "logs").iterdir())
+    assert len(left) == 21
+    assert left[0] == f"20200101-000000-{os.getpid()}"
+
+
 def test_cores_are_split_evenly_or_not_at_all() -> None:
     assert split_cores((0, 1, 2, 3, 4), 2) == [(0, 1, 2), (3, 4)]
     assert split_cores((4, 7), 2) == [(4,), (7,)]

@@ -34,6 +34,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with connect(args, timeout_s=_TIMEOUT_S) as client:
+        client.pools()  # so that no router at all is told as by every other command
         _ask(Routers(args.router, grpc), args.worker)
         end = time.monotonic() + args.wait
         while args.wait and any(worker.worker_id == args.worker for worker in client.pools().workers):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import signal
 import sys
 from collections.abc import Iterator
@@ -77,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
         say(
             f"{spec.model_name} is served at {deployment.address}: {spec.prefill} prefill, {spec.decode} decode workers"
         )
+        if not spec.prefill and not spec.decode:
+            say(f"  it answers nothing until workers join it: python -m prefill --routers {deployment.address} ...")
         say(f"  talk     twinpool chat --router {deployment.address}")
         say(f"  watch    twinpool pools --watch --router {deployment.address}")
         if deployment.metrics_url:
@@ -89,6 +92,8 @@ def run(args: argparse.Namespace) -> int:
 @contextmanager
 def open_deployment(args: argparse.Namespace, **values: Any) -> Iterator[Deployment]:
     """A started deployment; stopped at the end, whatever happens."""
+    if not 0 < args.start_timeout < math.inf:  # nan neither
+        raise ConfigError(f"--start-timeout {args.start_timeout:g}: it is a number of seconds over 0", field="timeout")
     with progress_bars() as progress:
         model = model_store.ensure(args.model, progress)
     spec = DeploymentSpec(
