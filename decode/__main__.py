@@ -18,7 +18,7 @@ from engine.engine import Engine
 from engine.kv_cache import Allocate
 from kvtransfer import KvReceiver, cache_memory, transports
 from service import cores, log, metrics
-from service.address import advertised, split
+from service.address import advertised, check_free, split
 from service.config import load, run_main
 from service.discovery import source, towards
 from service.drain import until_idle, until_stopped
@@ -46,6 +46,9 @@ def main() -> None:
 async def _serve(config: DecodeConfig, stop: asyncio.Event) -> None:
     warn_if_open(logger, config.host, config.cluster_key)
     certificates = config.load_certificates()
+    routers = source(config.routers, config.registry)
+    check_free(config.host, port=config.port, metrics_port=config.metrics_port)
+    check_free(config.kv_host or config.host, kv_port=config.kv_port)
     memory = cache_memory(config.kv_transport)
     engine = _load(config, None if memory is None else memory.allocate)
     registry = metrics.new_registry()
@@ -99,7 +102,7 @@ async def _serve(config: DecodeConfig, stop: asyncio.Event) -> None:
         receiver.introduce_as(info.worker_id)
         log.setup(config.log_level, "decode", info.worker_id)  # by now it has one, and its lines say so
         registration = Registration(
-            routers=source(config.routers, config.registry),
+            routers=routers,
             info=info,
             load=server.load,
             cluster_key=config.cluster_key,

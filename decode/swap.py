@@ -26,7 +26,8 @@ class SwapArea:
         self._state_slots = -(-cache.layout.state_bytes // self._slot_bytes)  # for each sequence
         wanted, available = num_rows * self._slot_bytes, memory.available_bytes()
         if available is not None and wanted > available:  # the kernel would promise it, and kill the worker much later
-            raise ConfigError(f"--swap takes {wanted} bytes, but {available} are available: lower it", field="swap")
+            sizes = f"--swap takes {wanted / 2**20:,.0f} MiB, but {available / 2**20:,.0f} MiB are available"
+            raise ConfigError(f"{sizes}: lower it", field="swap")
         try:
             self._free = list(range(num_rows - 1, -1, -1))
             self._slots = torch.zeros(num_rows, self._slot_bytes, dtype=torch.uint8)

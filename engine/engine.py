@@ -151,7 +151,8 @@ def _check_memory(weight_bytes: int, cache_bytes: int) -> None:
     available = memory.available_bytes()
     if available is not None and weight_bytes + cache_bytes > available:
         raise ConfigError(
-            f"too little memory: weights take {weight_bytes} bytes and the KV cache {cache_bytes}, but "
-            f"{available} are available; lower --memory or serve a smaller model",
+            f"too little memory: weights take {weight_bytes / 2**20:,.1f} MiB and the KV cache "
+            f"{cache_bytes / 2**20:,.1f} MiB, but {available / 2**20:,.1f} MiB are available; "
+            "lower --memory or serve a smaller model",
             field="memory",
         )

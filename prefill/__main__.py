@@ -17,7 +17,7 @@ from prefill.metrics import PrefillMetrics
 from prefill.server import PrefillServer, encode_note
 from prefill.worker import Worker, regions
 from service import cores, log, metrics
-from service.address import advertised
+from service.address import advertised, check_free
 from service.config import load, run_main
 from service.discovery import source, towards
 from service.drain import until_idle, until_stopped
@@ -47,6 +47,8 @@ def main() -> None:
 async def _serve(config: PrefillConfig, stop: asyncio.Event) -> None:
     warn_if_open(logger, config.host, config.cluster_key)
     certificates = config.load_certificates()
+    routers = source(config.routers, config.registry)
+    check_free(config.host, port=config.port, metrics_port=config.metrics_port)
     engine = _load(config)
     registry = metrics.new_registry()
     async with AsyncExitStack() as closing:  # in reverse order
@@ -90,7 +92,7 @@ async def _serve(config: PrefillConfig, stop: asyncio.Event) -> None:
         sender.introduce_as(info.worker_id)
         log.setup(config.log_level, "prefill", info.worker_id)  # by now it has one, and its lines say so
         registration = Registration(
-            routers=source(config.routers, config.registry),
+            routers=routers,
             info=info,
             load=server.load,
             cluster_key=config.cluster_key,

@@ -105,6 +105,8 @@ class RouterConfig(ProcessConfig):
                 field="local_prefill_below",
             )
         names = [sla.name for sla in self.parsed_classes()]
+        if not names:
+            raise ConfigError("sla_classes is empty: at least one class is needed", field="sla_classes")
         if len(set(names)) != len(names):
             raise ConfigError(f"sla_classes: {', '.join(names)} has a name twice", field="sla_classes")
         if self.default_sla_class not in names:

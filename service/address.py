@@ -87,6 +87,13 @@ def check_bindable(host: str, port: int, option: str) -> None:
         raise bind_error(error, host, port, option) from error
 
 
+def check_free(host: str, **ports: int) -> None:
+    """Raises ConfigError when one of `ports`, by the option that set it, is taken: before minutes of loading."""
+    for option, port in ports.items():
+        if port > 0:
+            check_bindable(host, port, option)
+
+
 def bind_error(error: OSError, host: str, port: int, option: str) -> ConfigError:
     """What to tell the operator when listening on host:port failed; `option` is the one that set the port."""
     flag, env = "--" + option.replace("_", "-"), "TWINPOOL_" + option.upper()

@@ -29,7 +29,7 @@ import re
 import sys
 import tomllib
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar, get_type_hints
@@ -38,6 +38,7 @@ from twinpool.certificates import Certificates
 from twinpool.errors import ConfigError
 
 ENV_PREFIX = "TWINPOOL_"
+PROCESSES = ("router", "prefill", "decode")  # whose tables a file may have
 ConfigT = TypeVar("ConfigT")
 
 # Kubernetes puts TWINPOOL_PORT_7070_TCP_ADDR and the like into every pod beside a service called "twinpool".
@@ -191,7 +192,10 @@ def load(
     """
     options = _options(cls)
     env = os.environ if env is None else env
-    flags = vars(_parser(prog, options).parse_args(argv))
+    parsed, strange = _parser(prog, options).parse_known_args(argv)
+    if strange:
+        raise ConfigError(f"unknown argument {strange[0]!r}; {_hint(strange[0], map(_flag, options), prog)}")
+    flags = vars(parsed)
     values = _from_env(options, env)
     path = flags.get("config") or values.get("config") or ""
     values = (_from_file(options, prog, path) if path else {}) | values
@@ -342,6 +346,11 @@ def _parser(prog: str, options: Mapping[str, _Option]) -> _Parser:
     return parser
 
 
+def _hint(name: str, known: Iterable[str], prog: str) -> str:
+    close = difflib.get_close_matches(name.partition("=")[0], list(known), n=1, cutoff=0.8)
+    return f"did you mean {close[0]}?" if close else f"see python -m {prog} --help"
+
+
 def _from_env(options: Mapping[str, _Option], env: Mapping[str, str]) -> dict[str, Any]:
     values = {}
     for key, text in env.items():
@@ -370,6 +379,10 @@ def _from_file(options: Mapping[str, _Option], prog: str, path: str) -> dict[str
         raise ConfigError(f"config file {path}: {error.strerror}; check --config", field="config") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path} is not valid TOML: {error}", field="config") from error
+    for name, value in document.items():
+        if isinstance(value, dict) and name not in PROCESSES:
+            known = ", ".join(f"[{process}]" for process in PROCESSES)
+            raise ConfigError(f"config file {path}: [{name}] is no table of a process; known are {known}", field=name)
     own = document.get(prog, {})
     if not isinstance(own, dict):
         raise ConfigError(f"config file {path}: {prog} is no table; write [{prog}] above its options", field="config")
@@ -377,8 +390,10 @@ def _from_file(options: Mapping[str, _Option], prog: str, path: str) -> dict[str
     values = {}
     for key, value in (shared | own).items():
         if key not in options:
-            close = difflib.get_close_matches(key, options, n=1, cutoff=0.8)
-            hint = f"did you mean {close[0]}?" if close else f"see python -m {prog} --help"
-            raise ConfigError(f"config file {path}: {key} is no option of {prog}; {hint}", field=key)
+            raise ConfigError(
+                f"config file {path}: {key} is no option of {prog}; {_hint(key, options, prog)}", field=key
+            )
+        if key == "config":
+            raise ConfigError(f"config file {path} names another one; only one is read", field="config")
         values[key] = options[key].read(value, f"config file {path}: {key}")
     return values

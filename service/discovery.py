@@ -18,6 +18,7 @@ from typing import Protocol
 
 from service.address import join, split
 from service.etcd import EtcdRegistry
+from twinpool.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ class Source(Protocol):
 
 def source(routers: Sequence[str], registry: str = "") -> Source:
     """The registry where there is one, else the names. Raises ConfigError on an address or a URL that is none."""
+    if not routers and not registry:
+        raise ConfigError("--routers is empty: name a router's HOST:PORT, or a --registry", field="routers")
     return RegisteredRouters(EtcdRegistry(registry)) if registry else NamedRouters(routers)
 
 
@@ -51,6 +54,9 @@ class NamedRouters:
     def __init__(self, routers: Sequence[str], *, every_s: float = LOOK_UP_EVERY_S) -> None:
         """Raises ConfigError on a bad address."""
         self._routers = [split(router) for router in routers]
+        for router, (_, port) in zip(routers, self._routers, strict=True):
+            if not port:
+                raise ConfigError(f"--routers: {router} has no port that can be reached", field="routers")
         self._every_s = every_s
         self._known: dict[tuple[str, int], list[RouterAddress]] = {}
         self._failing: set[str] = set()

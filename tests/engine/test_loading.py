@@ -154,7 +154,7 @@ def test_a_cache_without_room_for_a_block_is_refused(path: Path) -> None:
 def test_a_cache_over_the_machines_memory_is_refused_before_it_is_touched(path: Path) -> None:
     message = refusal(path, memory_bytes=1 << 50)
     assert "too little memory" in message
-    assert str(1 << 50) in message
+    assert "1,073,741,824.0 MiB" in message
 
 
 def test_memory_is_the_lesser_of_machine_and_container(tmp_path: Path) -> None:

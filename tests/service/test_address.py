@@ -2,7 +2,7 @@ import socket
 
 import pytest
 
-from service.address import advertised, check_bindable, is_loopback, join, split
+from service.address import advertised, check_bindable, check_free, is_loopback, join, split
 from twinpool.errors import ConfigError
 
 
@@ -67,6 +67,13 @@ def test_a_port_in_use_is_named_with_what_to_do():
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port} is in use.*--kv-port or TWINPOOL_KV_PORT"):
             check_bindable("127.0.0.1", port, "kv_port")
+
+
+def test_every_port_is_tried_before_anything_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(ConfigError, match="TWINPOOL_METRICS_PORT"):
+            check_free("127.0.0.1", port=0, metrics_port=taken.getsockname()[1])
+    check_free("127.0.0.1", port=0, metrics_port=-1)
 
 
 def test_an_address_of_another_machine_cannot_be_bound():

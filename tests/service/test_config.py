@@ -70,8 +70,15 @@ def test_one_file_configures_several_processes(tmp_path):
         (["--memory", "4GB"], {}, ["--memory", "'4GB'", "4GiB"]),
         (["--kv-dtype", "int4"], {}, ["--kv-dtype", "'int4'", "one of int8, bf16"]),
         ([], {"TWINPOOL_SWAP": "maybe"}, ["TWINPOOL_SWAP", "'maybe'", "true or false"]),
-        (["--bath", "3"], {}, ["--bath", "--help"]),
-        (["--bat", "3"], {}, ["--bat", "--help"]),  # no abbreviations: a new option must not change what they mean
+        (["--bath", "3"], {}, ["'--bath'", "did you mean --batch"]),
+        (["--memroy=3GiB"], {}, ["--memroy", "did you mean --memory"]),
+        (["--frobnicate", "3"], {}, ["--frobnicate", "--help"]),
+        (["stray"], {}, ["stray", "--help"]),
+        (
+            ["--bat", "3"],
+            {},
+            ["--bat", "did you mean"],
+        ),  # no abbreviations: a new option must not change what they mean
         (["--port"], {}, ["--port", "expected one argument"]),
         ([], {"TWINPOOL_MEMROY": "1GiB"}, ["TWINPOOL_MEMROY", "did you mean TWINPOOL_MEMORY"]),
     ],
@@ -94,6 +101,8 @@ def test_a_bad_value_is_named_with_its_source_and_what_is_allowed(argv, env, par
         ("decode = 5", ["options.toml", "decode is no table"]),
         ("[[decode]]\nbatch = 1", ["options.toml", "decode is no table"]),
         ("[decode]\nfrobnicate = 8", ["frobnicate", "no option of decode"]),
+        ("[decod]\nbatch = 8", ["[decod]", "[decode]"]),
+        ("config = 'other.toml'", ["options.toml", "only one"]),
         ("batch 8", ["not valid TOML", "line 1"]),
     ],
 )

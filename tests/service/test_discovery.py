@@ -103,3 +103,7 @@ def test_a_registry_takes_the_place_of_names() -> None:
     assert (towards(["a:1", "b:2"]), towards([]), towards(["a:1"], "etcd://e")) == ("a:1", "", "e:2379")
     with pytest.raises(ConfigError, match="not HOST:PORT"):
         source(["a"])
+    with pytest.raises(ConfigError, match="--routers is empty"):
+        source([])
+    with pytest.raises(ConfigError, match="a:0 has no port"):
+        source(["a:0"])
