@@ -13,7 +13,7 @@ from router.front_door import FrontDoor, Question
 from router.pools import Worker
 from router.request import Request
 from router.sizing import PoolSize
-from router.tokenizer import Tokenizer
+from router.tokenizer import MOST_IDS, Tokenizer
 from router.wire import Token
 from service.wire import sampling_from_proto
 from twinpool.errors import InvalidRequest
@@ -62,6 +62,11 @@ class RouterServer(RouterServicer):
     async def Detokenize(self, message: v1.DetokenizeRequest, context: Any) -> v1.DetokenizeResponse:
         self._front_door.check_model(message.model)
         tokenizer: Tokenizer = self._front_door.tokenizer
+        if len(message.token_ids) > MOST_IDS:
+            raise InvalidRequest(
+                f"token_ids has {len(message.token_ids)} ids: at most {MOST_IDS} are made into text at a time",
+                field="token_ids",
+            )
         text = await tokenizer.decode(list(message.token_ids), keep_special_tokens=message.keep_special_tokens)
         return v1.DetokenizeResponse(text=text)
 

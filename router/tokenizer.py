@@ -14,6 +14,8 @@ from router import chat_template
 from router.detokenizer import TokenBytes
 from twinpool.errors import ConfigError, InvalidRequest
 
+MOST_CHARS = 4 << 20  # of a text that is tokenized without a limit in tokens: some seconds of one core
+MOST_IDS = 4 << 20  # that are made into text at a time
 _THREAD_CHARS = 4096  # longer inputs (a millisecond and more) are encoded off the event loop
 
 
@@ -72,8 +74,13 @@ class Tokenizer:
         """Token ids of `text`, with the tokens that the tokenizer itself puts around a text unless told otherwise.
 
         Raises InvalidRequest, without encoding it, for a text that cannot fit in `max_tokens` (0: none given) even if
-        every token were the longest of the vocabulary.
+        every token were the longest of the vocabulary; without a limit, for one that would keep a thread for long.
         """
+        if not max_tokens and len(text) > MOST_CHARS:
+            raise InvalidRequest(
+                f"input has {len(text)} characters: at most {MOST_CHARS} are tokenized at a time; send it in parts",
+                field="input",
+            )
         if max_tokens and len(text) > max_tokens * self._longest_token:
             raise InvalidRequest(
                 f"prompt has {len(text)} characters: those are more than the {max_tokens} tokens of prompt and answer "

@@ -18,6 +18,7 @@ from typing import Any
 
 # What a LogRecord carries by itself; everything else in it came with `extra`.
 _OWN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+_LONGEST_FIELD = 4096  # characters
 
 
 class JsonFormatter(logging.Formatter):
@@ -36,9 +37,15 @@ class JsonFormatter(logging.Formatter):
             "event": record.getMessage(),
         }
         line |= {key: value for key, value in vars(record).items() if key not in _OWN_FIELDS}
+        line = {key: _cut(value) if isinstance(value, str) else value for key, value in line.items()}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str, ensure_ascii=False)
+
+
+def _cut(text: str) -> str:
+    """What clients sent may be in it (an error names the value that is wrong), and that may be megabytes."""
+    return text if len(text) <= _LONGEST_FIELD else f"{text[:_LONGEST_FIELD]}... ({len(text)} characters)"
 
 
 def setup(level: str, process: str, worker_id: str = "") -> None:

@@ -48,7 +48,7 @@ class RequestOptions(SamplingOptions, total=False):
     model: str  # a name from models(); default: the only model served
     request_id: str  # unique while it runs; default: drawn by the router
     sla_class: str  # a class of the router's config; default: its default class
-    priority: int  # higher goes first within a class; default 0
+    priority: int  # -1000 to 1000, higher goes first within a class; default 0
     ttft_target_ms: float  # 1 to 3,600,000, arrival to first token; default: the class's
     tpot_target_ms: float  # 1 to 60,000, mean time between tokens; default: the class's
     tenant: str  # whose share of the queue it takes; default: by metadata or API key
@@ -123,7 +123,7 @@ def _set_prompt(request: v1.GenerateRequest | v1.TokenizeRequest, prompt: Prompt
 
 def _milliseconds(name: str, seconds: float) -> int:
     if not isinstance(seconds, int | float) or not 0 < seconds < 4e6:
-        raise errors.InvalidRequest(f"{name} is {seconds!r}; it must be a number of seconds over 0", field=name)
+        raise errors.InvalidRequest(f"{name} is {seconds!r}; it must be a number of seconds over 0, and under 4,000,000", field=name)
     return max(1, int(seconds * 1000))
 
 

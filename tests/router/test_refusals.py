@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
+from router.tokenizer import MOST_IDS
 from tests.fakes import Deployment, FakeDecode, FakePrefill
 from tests.router.conftest import Api, Start, eventually, question, typed
 from twinpool import errors
@@ -86,6 +87,12 @@ async def test_tokenize_needs_an_input(api: Api) -> None:
     with pytest.raises(errors.InvalidRequest) as caught:
         await api.call("Tokenize", v1.TokenizeRequest())
     assert caught.value.field == "input"
+
+
+async def test_more_ids_than_a_text_is_made_of(api: Api) -> None:
+    with pytest.raises(errors.InvalidRequest, match=f"{MOST_IDS + 1} ids") as caught:
+        await api.call("Detokenize", v1.DetokenizeRequest(token_ids=bytes(MOST_IDS + 1)))
+    assert caught.value.field == "token_ids"
 
 
 async def test_text_that_is_not_utf8_is_an_invalid_request(api: Api) -> None:

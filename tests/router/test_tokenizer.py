@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from router import chat_template
 from router.chat_template import ChatTemplate
-from router.tokenizer import ModelCard, Tokenizer
+from router.tokenizer import MOST_CHARS, ModelCard, Tokenizer
 from twinpool.errors import ConfigError, InvalidRequest
 
 CHAT = [
@@ -91,6 +91,11 @@ async def test_text_that_cannot_fit_is_not_encoded_at_all(model_dir: Path) -> No
     with pytest.raises(InvalidRequest, match=f"prompt has {10 * longest + 1} characters.*10 tokens") as caught:
         await tokenizer.encode("a" * (10 * longest + 1), max_tokens=10)
     assert caught.value.field == "prompt"
+
+
+async def test_text_that_would_keep_a_thread_for_minutes_is_not_encoded(model_dir: Path) -> None:
+    with pytest.raises(InvalidRequest, match=f"input has {MOST_CHARS + 1} characters.*in parts"):
+        await Tokenizer(model_dir, 264).encode("a" * (MOST_CHARS + 1))
 
 
 async def test_encoding_a_long_text_leaves_the_event_loop_running(model_dir: Path) -> None:

@@ -48,6 +48,15 @@ def test_a_request_is_one_line_with_its_fields(capsys):
     assert "worker_id" not in line
 
 
+def test_a_field_of_megabytes_is_cut(capsys):
+    log.setup("info", "router")
+    logging.getLogger("x").info("y" * 1_000_000, extra={"error": "z" * 1_000_000, "short": "s"})
+    (line,) = lines(capsys)
+    assert str(line["event"]).endswith("yyy... (1000000 characters)")
+    assert len(str(line["event"])) + len(str(line["error"])) < 10_000
+    assert line["short"] == "s"
+
+
 def test_a_traceback_stays_in_its_line(capsys):
     log.setup("info", "router")
     try:
