@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from bench import online, router
+from bench import online
 from bench.fake_workers import FakePrefill, Speed, _Prompt
 
 
@@ -18,15 +18,6 @@ def test_compare_drives_every_policy_and_reports_their_ratio(capsys: pytest.Capt
     assert all(goodput > 0 for goodput in result["goodput_rps"].values())
     expected = result["goodput_rps"]["predict"] / result["goodput_rps"]["round_robin"]
     assert result["predict_over"]["round_robin"] == pytest.approx(expected, abs=0.01)
-
-
-def test_router_bench_counts_tokens_cpu_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    assert router.main(["--streams", "2", "--seconds", "1", "--queued", "5", "--queued-tokens", "100"]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert result["tokens_per_s"] > 0
-    assert result["tokens_per_cpu_s"] > 0
-    assert 0 < result["added_latency_ms_p50"] <= result["added_latency_ms_p99"] < 10_000
-    assert result["queued_requests"] == 5
 
 
 def test_fake_prefill_halves_a_step_between_short_and_long_prompts() -> None:

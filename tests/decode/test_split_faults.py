@@ -266,4 +266,7 @@ def test_peer_with_other_weights_is_refused_and_says_so(
         call = pair.call(prompt_of(40), greedy(5)).wait()
         assert call.prefill_end is not None
         assert isinstance(call.prefill_end.error, Incompatible)
-        assert pair.sample("twinpool_decode_transfer_refusals_total", error="Incompatible") == 1
+        deadline = time.monotonic() + TIMEOUT_S  # counted by the link's thread, after it has told the sender
+        while pair.sample("twinpool_decode_transfer_refusals_total", error="Incompatible") != 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
