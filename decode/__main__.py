@@ -16,6 +16,8 @@ from decode.server import DecodeServer, decode_note
 from decode.worker import Worker, regions
 from engine.engine import Engine
 from engine.kv_cache import Allocate
+from engine.model_config import ModelConfig
+from engine.quantization import W8A16, choose_weights
 from kvtransfer import KvReceiver, cache_memory, transports
 from service import cores, log, metrics
 from service.address import advertised, check_free, split
@@ -120,12 +122,17 @@ async def _serve(config: DecodeConfig, stop: asyncio.Event) -> None:
 
 
 def _load(config: DecodeConfig, allocate: Allocate | None) -> Engine:
+    model_dir = Path(config.model)
+    weights = choose_weights(
+        config.weights, fastest=W8A16, model_type=ModelConfig.read(model_dir).model_type, dtype=config.dtype
+    )
+    logger.info("matrices are held as %s (--weights %s)", weights, config.weights)
     return Engine.load(
-        Path(config.model),
+        model_dir,
         backend=config.backend,
         dtype=config.dtype,
         kv_dtype=config.kv_dtype,
-        weights=config.weights,
+        weights=weights,
         block_size=config.block_size,
         memory_bytes=config.memory,
         max_sequences=config.max_batch,

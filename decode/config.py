@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.quantization import WEIGHT_FORMATS
+from engine.quantization import AUTO, WEIGHT_FORMATS
 from service.config import Size, WorkerConfig, option
 
 
@@ -15,7 +15,9 @@ class DecodeConfig(WorkerConfig):
         9072, help="/metrics and /healthz; 0 picks a free port, -1 turns it off", unit="port", minimum=-1, maximum=65535
     )
     weights: str = option(
-        "bf16", help="how matrices are held; bf16: as --dtype says; w8a16: fastest in int8", choices=WEIGHT_FORMATS
+        AUTO,
+        help="how matrices are held; bf16: as --dtype says; w8a16: fastest; auto: that where its quality was measured",
+        choices=(AUTO, *WEIGHT_FORMATS),
     )
     kv_host: str = option("", help="address to receive KV blocks on; empty: the gRPC server's")
     kv_port: int = option(7073, help="port for it; 0 picks a free one", unit="port", minimum=0, maximum=65535)

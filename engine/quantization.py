@@ -13,6 +13,18 @@ import torch
 
 AS_LOADED, W8A16, W8A8 = "bf16", "w8a16", "w8a8"
 WEIGHT_FORMATS = (AS_LOADED, W8A16, W8A8)
+AUTO = "auto"
+MEASURED = ("qwen2",)  # families with a model of which int8 was found good enough, see bench/README.md
+
+
+def choose_weights(wanted: str, *, fastest: str, model_type: str, dtype: str) -> str:
+    """One of WEIGHT_FORMATS for `wanted`, which may be AUTO: `fastest`, where its quality is known.
+
+    model_type: of the model's config.json; dtype: of activations, as the engine's: who asks for fp32 wants precision.
+    """
+    if wanted != AUTO:
+        return wanted
+    return fastest if model_type in MEASURED and dtype == "bf16" else AS_LOADED
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

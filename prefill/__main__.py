@@ -11,6 +11,8 @@ from pathlib import Path
 
 import twinpool
 from engine.engine import Engine
+from engine.model_config import ModelConfig
+from engine.quantization import W8A8, choose_weights
 from kvtransfer import KvSender, transports
 from prefill.config import PrefillConfig
 from prefill.metrics import PrefillMetrics
@@ -110,12 +112,17 @@ async def _serve(config: PrefillConfig, stop: asyncio.Event) -> None:
 
 
 def _load(config: PrefillConfig) -> Engine:
+    model_dir = Path(config.model)
+    weights = choose_weights(
+        config.weights, fastest=W8A8, model_type=ModelConfig.read(model_dir).model_type, dtype=config.dtype
+    )
+    logger.info("matrices are held as %s (--weights %s)", weights, config.weights)
     return Engine.load(
-        Path(config.model),
+        model_dir,
         backend=config.backend,
         dtype=config.dtype,
         kv_dtype=config.kv_dtype,
-        weights=config.weights,
+        weights=weights,
         latent_form="plain",
         block_size=config.block_size,
         memory_bytes=config.memory,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.quantization import WEIGHT_FORMATS
+from engine.quantization import AUTO, WEIGHT_FORMATS
 from prefill.scheduler import BatchLimits
 from service.config import WorkerConfig, option
 
@@ -16,7 +16,9 @@ class PrefillConfig(WorkerConfig):
         9071, help="/metrics and /healthz; 0 picks a free port, -1 turns it off", unit="port", minimum=-1, maximum=65535
     )
     weights: str = option(
-        "bf16", help="how matrices are held; bf16: as --dtype says; w8a8: fastest in int8", choices=WEIGHT_FORMATS
+        AUTO,
+        help="how matrices are held; bf16: as --dtype says; w8a8: fastest; auto: that where its quality was measured",
+        choices=(AUTO, *WEIGHT_FORMATS),
     )
     token_budget: int = option(
         256, help="tokens computed in one step; past what fills the device, more only delays", unit="tokens", minimum=16

@@ -123,7 +123,9 @@ def _set_prompt(request: v1.GenerateRequest | v1.TokenizeRequest, prompt: Prompt
 
 def _milliseconds(name: str, seconds: float) -> int:
     if not isinstance(seconds, int | float) or not 0 < seconds < 4e6:
-        raise errors.InvalidRequest(f"{name} is {seconds!r}; it must be a number of seconds over 0, and under 4,000,000", field=name)
+        raise errors.InvalidRequest(
+            f"{name} is {seconds!r}; it must be a number of seconds over 0, and under 4,000,000", field=name
+        )
     return max(1, int(seconds * 1000))
 
 

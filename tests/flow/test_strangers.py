@@ -142,14 +142,8 @@ def test_with_certificates_both_planes_are_closed_to_who_has_none(
     for issued in (None, theirs):
         if issued is not None:
             context.load_cert_chain(issued.cert, issued.key)
-        with (
-            socket.create_connection(("127.0.0.1", port), timeout=10) as sock,
-            pytest.raises((ssl.SSLError, ConnectionError)),  # TLS 1.3 refuses after the handshake, at once or later
-            context.wrap_socket(sock, server_hostname="127.0.0.1") as encrypted,
-        ):
-            encrypted.sendall(hello)
-            if not encrypted.recv(4096):
-                raise ConnectionError("closed without a byte")
+        with pytest.raises((ssl.SSLError, ConnectionError)):  # TLS 1.3 refuses after the handshake, at once or later
+            say(context, port, hello)
     for process in cluster.processes.values():
         with grpc.insecure_channel(process.address) as channel, pytest.raises(grpc.RpcError) as refused:
             worker_pb2_grpc.PrefillStub(channel).Run(worker_pb2.PrefillRequest(), timeout=10).next()
@@ -157,6 +151,17 @@ def test_with_certificates_both_planes_are_closed_to_who_has_none(
     with cluster.client() as client:
         assert_answers(client)
     cluster.assert_baseline()
+
+
+def say(context: ssl.SSLContext, port: int, frame: bytes) -> None:
+    """Raises ConnectionError or SSLError when nothing comes back."""
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=10) as sock,
+        context.wrap_socket(sock, server_hostname="127.0.0.1") as encrypted,
+    ):
+        encrypted.sendall(frame)
+        if not encrypted.recv(4096):
+            raise ConnectionError("closed without a byte")
 
 
 def assert_answers(client: Client) -> None:
