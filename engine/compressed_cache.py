@@ -39,6 +39,7 @@ class CompressedLayout:
     model: CompressedConfig
     block_size: int  # tokens a row of blocks
     kv_dtype: str  # a key of KV_DTYPES
+    index_dtype: str = ""  # of index entries, "": as the others
 
     @property
     def num_layers(self) -> int:
@@ -98,7 +99,7 @@ class CompressedLayout:
             begin = count * sum(self._entry_bytes)
             entries = self._view(buffers[0][:, :begin])
             if kind == SPARSE:
-                index = view_items(buffers[0][:, begin:], count, *self._index_split, self.kv_dtype)
+                index = view_items(buffers[0][:, begin:], count, model.index_dim, 0, self.index_dtype or self.kv_dtype)
         state, begin, sums = buffers[-1], 0, []
         for shape in self._sum_shapes(kind):
             end = begin + _SUM_BYTES * math.prod(shape)
@@ -128,12 +129,7 @@ class CompressedLayout:
 
     @property
     def _index_bytes(self) -> tuple[int, ...]:
-        return item_bytes(*self._index_split, self.kv_dtype)
-
-    @property
-    def _index_split(self) -> tuple[int, int]:
-        """Elements under a scale, and others: all are under it."""
-        return self.model.index_dim, 0
+        return item_bytes(self.model.index_dim, 0, self.index_dtype or self.kv_dtype)
 
     def _sum_shapes(self, kind: str) -> list[tuple[int, int, int]]:
         model = self.model

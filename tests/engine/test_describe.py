@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from engine.describe import describe, main
+from engine.model_config import ModelConfig
+from engine.models import cache_layout
 from tests import tiny_models
 from twinpool.errors import ConfigError
 
@@ -124,16 +126,25 @@ def test_deepseek_v4_by_layer_type(
     found = describe(published / name)
     kinds = {each.kind: each for each in found.caches}
     sparse, heavy = kinds["compressed 4, indexed"], kinds["compressed 128"]
-    assert (sparse.token_bytes["int8"], sparse.token_bytes["bf16"]) == (288.5, 320)
-    assert heavy.token_bytes == {"bf16": 8, "int8": 8}
-    assert {each.window_bytes for each in found.caches} == {131_072}
+    # As int8 an entry is 448 codes, 64 elements in bf16 and a scale; an entry of the indexer 128 codes and a scale.
+    assert sparse.token_bytes == {"bf16": 320, "int8 index": 288.5, "int8": (448 + 128 + 2 + 130) / 4}
+    assert heavy.token_bytes == {"bf16": 8, "int8 index": 8, "int8": (448 + 128 + 2) / 128}
+    for each in found.caches:
+        assert each.window_bytes == {"bf16": 131_072, "int8 index": 131_072, "int8": 128 * (448 + 128 + 2)}
     assert heavy.state_bytes == 508 * 1024
     assert sparse.state_bytes == 3 * 10_240 + 20_480
-    assert found.token_bytes("int8") == token_bytes
-    assert found.sequence_bytes("int8", 0) / (1 << 20) == windows_mib
-    states = found.sequence_bytes("int8", 0, states=True) - found.sequence_bytes("int8", 0)
+    assert found.token_bytes("int8 index") == token_bytes
+    assert found.sequence_bytes("int8 index", 0) / (1 << 20) == windows_mib
+    states = found.sequence_bytes("int8 index", 0, states=True) - found.sequence_bytes("int8 index", 0)
     assert states / (1 << 20) == pytest.approx(states_mib, abs=0.06)
-    assert found.sequence_bytes("int8", 131_072) / (1 << 20) == pytest.approx(mebibytes, abs=0.6)
+    assert found.sequence_bytes("int8 index", 131_072) / (1 << 20) == pytest.approx(mebibytes, abs=0.6)
+
+
+def test_a_sequence_takes_of_the_cache_what_is_described(published: Path) -> None:
+    config = ModelConfig.read(published / "deepseek-v4-flash")
+    layout, found = cache_layout(config, 128, "int8"), describe(published / "deepseek-v4-flash")
+    assert layout.block_bytes == 128 * found.token_bytes("int8")
+    assert layout.state_bytes == found.sequence_bytes("int8", 0, states=True)
 
 
 def test_int8_latents_keep_rope_in_bf16(published: Path) -> None:
