@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import tiny_models
-from tests.flow.cluster import open_cluster
+from tests.flow.cluster import Cluster, open_cluster
 from tests.flow.oracle import Oracle
 from tests.flow.test_answers import prompts
 
@@ -18,10 +18,43 @@ def test_answers_through_the_pools_are_token_identical_to_one_process(tmp_path: 
     model = tiny_models.make(tmp_path / kind, kind)
     oracle, together = Oracle(model), prompts(12, seed=1, high=200)
     for cluster in open_cluster(tmp_path, model, 1, 1):
-        with cluster.client() as client, ThreadPoolExecutor(6) as threads:
-            answers = list(
-                threads.map(lambda p: client.generate(p, max_tokens=16, temperature=0, ignore_eos=True), together)
-            )
-        for prompt, answer in zip(together, answers, strict=True):
-            assert answer.token_ids == oracle.answer(prompt, 16, ignore_eos=True)
+        assert_answers(cluster, oracle, together)
         cluster.assert_baseline()
+
+
+def assert_answers(cluster: Cluster, oracle: Oracle, together: list[list[int]]) -> None:
+    with cluster.client() as client, ThreadPoolExecutor(6) as threads:
+        answers = list(
+            threads.map(lambda p: client.generate(p, max_tokens=16, temperature=0, ignore_eos=True), together)
+        )
+    for prompt, answer in zip(together, answers, strict=True):
+        assert answer.token_ids == oracle.answer(prompt, 16, ignore_eos=True)
+
+
+def test_deepseek_v4_goes_on_after_the_loss_of_its_decode_worker(tmp_path: Path) -> None:
+    """What the lost worker remembered of the sequence is computed again, from the prompt and the answer so far."""
+    model = tiny_models.make(tmp_path / "v4", "deepseek-v4")
+    oracle, together, prompt = Oracle(model, kv_dtype="fp32"), prompts(8, seed=1, high=200), list(range(20, 90))
+    for cluster in open_cluster(tmp_path, model, 1, 2, kv_dtype="fp32"):
+        assert_answers(cluster, oracle, together)
+        cluster.assert_baseline()
+        with cluster.client(timeout_s=60) as client:
+            with client.stream(prompt, max_tokens=80, temperature=0, ignore_eos=True) as stream:
+                chunks = iter(stream)
+                tokens = list(next(chunks).token_ids)
+                while len(tokens) < 10:
+                    tokens += next(chunks).token_ids
+                busy = [name for name in ("decode-0", "decode-1") if running(cluster, name)]
+                assert len(busy) == 1
+                cluster.processes[busy[0]].kill()
+                for chunk in chunks:
+                    tokens += chunk.token_ids
+                timeline = stream.timeline
+        assert tokens == oracle.answer(prompt, 80, ignore_eos=True)
+        assert timeline.attempts == 2
+        assert timeline.decode_worker not in busy
+        cluster.assert_baseline()
+
+
+def running(cluster: Cluster, name: str) -> float:
+    return cluster.processes[name].metric("twinpool_decode_running")
