@@ -164,7 +164,9 @@ class Call:
         return self.outputs[choice][-1].finish_reason
 
     def _start_prefill(self, target: bytes) -> None:
-        options = {name: value for name, value in self.options.items() if name in ("first_choice", "priority")}
+        options = {
+            name: value for name, value in self.options.items() if name in ("first_choice", "priority", "cache_salt")
+        }
         request = PrefillRequest(
             request_id=self.request_id,
             attempt=self.attempt,
@@ -249,7 +251,7 @@ class Pair:
             attempt=attempt,
             token_ids=list(prompt),
             sampling=params,
-            **{"num_prompt_tokens": len(prompt), "timeout_s": TIMEOUT_S, **options},
+            **{"num_prompt_tokens": len(prompt), "timeout_s": TIMEOUT_S, **_without_salt(options)},
         )
         self.decode.submit(request, call)
         return call
@@ -310,6 +312,11 @@ class Pair:
         self.sender.close()
         self.receiver.close()
         self.memory.close()
+
+
+def _without_salt(options: dict[str, Any]) -> dict[str, Any]:
+    """Of the prefill worker's request only."""
+    return {name: value for name, value in options.items() if name != "cache_salt"}
 
 
 @contextmanager

@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(model: Path, **options: Any) -> Engine:
-    return load_engine(model, **{"kv_dtype": "fp32", **options})
+    return load_engine(model, **{"kv_dtype": "int8", **options})
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +56,14 @@ def going_on(pair: Pair, text: list[int], length: int, count: int, **options: An
     return pair.call(text[:length], sampled(length - 1 + count), num_prompt_tokens=1, **options)
 
 
-def assert_goes_on(pair: Pair, text: list[int], lengths: Iterable[int], count: int, **options: Any) -> list[Call]:
-    calls = [going_on(pair, text, length, count, **options) for length in lengths]
+def assert_goes_on(
+    pair: Pair, text: list[int], lengths: Iterable[int], count: int, *, shared: bool = True, **options: Any
+) -> None:
+    """shared: whether one prompt may begin with what another left in the prefix cache."""
+    salts = {length: "" if shared else f"salt {length}" for length in lengths}
+    calls = [going_on(pair, text, length, count, cache_salt=salt, **options) for length, salt in salts.items()]
     for call in pair.wait_for_all(calls):
         assert call.token_ids() == text[len(call.prompt) :][:count], len(call.prompt)
-    return calls
 
 
 def test_the_text_is_no_repetition(text: list[int]) -> None:
@@ -69,10 +72,11 @@ def test_the_text_is_no_repetition(text: list[int]) -> None:
 
 def test_a_prompt_of_any_length_is_handed_over(model: Path, text: list[int]) -> None:
     with open_pair(load(model), load(model)) as pair:
-        assert_goes_on(pair, text, LENGTHS, 2)
+        assert_goes_on(pair, text, LENGTHS, 2, shared=False)
+        assert pair.sample("twinpool_prefill_computed_tokens_total") == sum(LENGTHS)
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "bf16"])
+@pytest.mark.parametrize("kv_dtype", ["bf16", "fp32"])
 def test_other_formats_are_handed_over_in_shared_memory(model: Path, kv_dtype: str) -> None:
     oracle, *engines = (load(model, kv_dtype=kv_dtype) for _ in range(3))
     text = text_of(oracle, 52)
@@ -80,16 +84,23 @@ def test_other_formats_are_handed_over_in_shared_memory(model: Path, kv_dtype: s
         assert_goes_on(pair, text, (1, 4, 7, 8, 15, 16, 18, 33, 50), 2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kv_dtype", ["int8", "bf16", "fp32"])
-def test_a_prompt_of_every_length_up_to_300_is_handed_over(tmp_path: Path, kv_dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("kv_dtype", "shared"),
+    [
+        ("int8", True),
+        pytest.param("int8", False, marks=pytest.mark.slow),
+        pytest.param("bf16", False, marks=pytest.mark.slow),
+        pytest.param("fp32", False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_prompt_of_every_length_up_to_300_is_handed_over(tmp_path: Path, kv_dtype: str, shared: bool) -> None:
     """With the published rates, 4 and 128, and window: every remainder of them, twice."""
     changes = {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}}
     model = tiny_models.make(tmp_path / "tiny", "deepseek-v4", **changes, sliding_window=128)
     oracle, *engines = (load_engine(model, kv_dtype=kv_dtype, block_size=128, states=320) for _ in range(3))
     text = text_of(oracle, 304)
     with open_pair(*engines, max_waiting=300) as pair:
-        assert_goes_on(pair, text, range(1, 301), 3)
+        assert_goes_on(pair, text, range(1, 301), 3, shared=shared)
 
 
 @pytest.mark.parametrize("budget", [16, 24, 50])

@@ -34,8 +34,8 @@ def assert_answers(cluster: Cluster, oracle: Oracle, together: list[list[int]]) 
 def test_deepseek_v4_goes_on_after_the_loss_of_its_decode_worker(tmp_path: Path) -> None:
     """What the lost worker remembered of the sequence is computed again, from the prompt and the answer so far."""
     model = tiny_models.make(tmp_path / "v4", "deepseek-v4")
-    oracle, together, prompt = Oracle(model, kv_dtype="fp32"), prompts(8, seed=1, high=200), list(range(20, 90))
-    for cluster in open_cluster(tmp_path, model, 1, 2, kv_dtype="fp32"):
+    oracle, together, prompt = Oracle(model), prompts(8, seed=1, high=200), list(range(20, 90))
+    for cluster in open_cluster(tmp_path, model, 1, 2):
         assert_answers(cluster, oracle, together)
         cluster.assert_baseline()
         with cluster.client(timeout_s=60) as client:
