@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from decode.request import Reason, Token
+from decode.request import Generation, Reason, Token
 from engine.engine import Engine
 from tests import tiny_models
 from tests.decode.pair import Call, Pair, alone, load_engine, open_pair
@@ -21,7 +21,7 @@ from twinpool.sampling import SamplingParams
 
 LENGTH = 150
 # Every remainder of both rates (4 and 16), of the window (8) and of the block (16), and a few longer prompts.
-LENGTHS = [*range(1, 21), 31, 32, 33, 47, 48, 63, 64, 65, 100, 127, 128, 129]
+LENGTHS = [*range(1, 41), *range(60, 68), 97, 98, 99, 126, 127, 128, 129]
 
 
 def sampled(max_tokens: int, **options: Any) -> SamplingParams:
@@ -72,8 +72,34 @@ def test_the_text_is_no_repetition(text: list[int]) -> None:
 
 def test_a_prompt_of_any_length_is_handed_over(model: Path, text: list[int]) -> None:
     with open_pair(load(model), load(model)) as pair:
-        assert_goes_on(pair, text, LENGTHS, 2, shared=False)
+        assert_goes_on(pair, text, LENGTHS, 6, shared=False)
         assert pair.sample("twinpool_prefill_computed_tokens_total") == sum(LENGTHS)
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["window.latents", "window.rope", "unfinished.sums", "unfinished.overlap"]
+    + ["index_unfinished.sums", "index_unfinished.overlap"],
+)
+def test_no_part_of_a_state_could_be_left_out(model: Path, text: list[int], part: str) -> None:
+    """Without this the test above would prove less than it says."""
+    prefill_engine, decode_engine = load(model), load(model)
+    with open_pair(prefill_engine, decode_engine) as pair:
+        rows = pair.decode._scheduler._rows
+        deal = rows.deal
+
+        def deal_without(generation: Generation) -> None:
+            for view in decode_engine.cache.views:
+                found = view
+                for name in part.split("."):
+                    found = getattr(found, name, None)
+                if found is not None:
+                    found[generation.state] = 0
+            deal(generation)
+
+        rows.deal = deal_without
+        calls = pair.wait_for_all([going_on(pair, text, length, 6) for length in (3, 15, 21, 22, 23, 31, 35)])
+    assert any(call.token_ids() != text[len(call.prompt) :][:6] for call in calls)
 
 
 @pytest.mark.parametrize("kv_dtype", ["bf16", "fp32"])
