@@ -78,8 +78,10 @@ def test_a_prompt_of_any_length_is_handed_over(model: Path, text: list[int]) -> 
 
 @pytest.mark.parametrize(
     "part",
-    ["window.latents", "window.rope", "unfinished.sums", "unfinished.overlap"]
-    + ["index_unfinished.sums", "index_unfinished.overlap"],
+    [
+        *("window.latents", "window.rope", "unfinished.sums", "unfinished.overlap"),
+        *("index_unfinished.sums", "index_unfinished.overlap"),
+    ],
 )
 def test_no_part_of_a_state_could_be_left_out(model: Path, text: list[int], part: str) -> None:
     """Without this the test above would prove less than it says."""
