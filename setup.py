@@ -58,7 +58,7 @@ setup(
         Extension(
             "kvtransfer._native",
             sources=[f"{KV_CSRC}/{name}.cpp" for name in ("api", "shared", "stream", "xxh3")],
-            depends=[f"{KV_CSRC}/{name}.h" for name in ("look", "stream", "xxh3")],
+            depends=[f"{KV_CSRC}/{name}.h" for name in ("look", "shared", "stream", "xxh3")],
             language="c++",
             extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-Wno-psabi"],
             optional=True,

@@ -14,9 +14,12 @@ import os
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvtransfer.region import RowViews
+
+if TYPE_CHECKING:
+    from kvtransfer.progress import Place
 
 log = logging.getLogger(__name__)
 
@@ -43,14 +46,14 @@ class _RowStream(ctypes.Structure):
     )
 
 
-# Parameters as in api.cpp and stream.h; int is what all of them return, if anything.
+# Parameters as in api.cpp, stream.h and shared.h; int is what all of them return, if anything.
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "twinpool_kv_hash_rows": (_POINTER, _SIZE, _SIZE, _POINTER),
     "twinpool_kv_copy_rows": (_POINTER, _POINTER, _SIZE, _SIZE, _INT, _POINTER),
     "twinpool_kv_send": (_INT, _POINTER),
     "twinpool_kv_receive": (_INT, _POINTER, _POINTER),
-    "twinpool_kv_write": (_INT, _POINTER, _POINTER),
-    "twinpool_kv_verify": (_INT, _POINTER, _POINTER),
+    "twinpool_kv_write": (_INT, _POINTER, _POINTER, _POINTER, ctypes.c_uint32),
+    "twinpool_kv_verify": (_INT, _POINTER, _POINTER, _POINTER, ctypes.c_uint32),
     "twinpool_kv_look": (_INT, ctypes.c_long),
 }
 
@@ -109,41 +112,51 @@ def copy_rows(destinations: Sequence[int], rows: Sequence[memoryview]) -> list[i
 
 class SendingRows:
     """Rows on their way into a plain stream socket, behind `head` and followed by their checksums; or, with `there`, to
-    those addresses while only `head` and the checksums, each after its row, go into the socket.
+    those addresses while only `head` and the checksums go into the socket, and `progress` shows how far they are.
     """
 
     def __init__(
-        self, library: ctypes.CDLL, head: bytes, rows: Sequence[memoryview], there: Sequence[int] | None
+        self,
+        library: ctypes.CDLL,
+        head: bytes,
+        rows: Sequence[memoryview],
+        there: Sequence[int] | None,
+        progress: Place | None,
     ) -> None:
         self.checksums: Any = (ctypes.c_uint64 * len(rows))()  # int each, complete when `advance` has returned True
         self._library = library
         self._there = None if there is None else pointers(there)
+        self._progress = progress
         self._kept = (rows, addresses(rows))  # the stream points into them
         self._stream = _stream(self._kept[1], rows, self.checksums, head)
 
     def advance(self, descriptor: int) -> bool:
         """Hashes and sends what goes without waiting. True when all is out. OSError of the socket."""
-        if self._there is None:
+        if self._there is None or self._progress is None:
             result = self._library.twinpool_kv_send(descriptor, ctypes.byref(self._stream))
         else:
-            result = self._library.twinpool_kv_write(descriptor, ctypes.byref(self._stream), self._there)
+            result = self._library.twinpool_kv_write(
+                descriptor, ctypes.byref(self._stream), self._there, self._progress.address, self._progress.put
+            )
         if result < 0:
             raise OSError(-result, os.strerror(-result))
         return bool(result)
 
 
-def sending(head: bytes, rows: Sequence[memoryview], there: Sequence[int] | None = None) -> SendingRows | None:
-    """None where it has to be done in another way."""
+def sending(
+    head: bytes, rows: Sequence[memoryview], there: Sequence[int] | None = None, progress: Place | None = None
+) -> SendingRows | None:
+    """there, progress: both or none. None where it has to be done in another way."""
     loaded = library()
-    return None if loaded is None or rows[0].nbytes < MIN_ROW_BYTES else SendingRows(loaded, head, rows, there)
+    return None if loaded is None or rows[0].nbytes < MIN_ROW_BYTES else SendingRows(loaded, head, rows, there, progress)
 
 
 def receive_rows(
-    descriptor: int, rows: Sequence[memoryview], on_silence: Callable[[int], None], *, in_place: bool = False
+    descriptor: int, rows: Sequence[memoryview], on_silence: Callable[[int], None], *, in_place: Place | None = None
 ) -> tuple[list[int], list[int]] | None:
     """Waits for rows and their checksums on a blocking plain stream socket. (checksums computed, checksums sent).
 
-    in_place: only the checksums come, each when the other end has written its row by itself.
+    in_place: only the checksums come, and the other end writes the rows by itself; it shows there how far it is.
     on_silence(bytes received so far): when the socket's own timeout has passed; it raises, or the wait goes on.
     None where it has to be done in another way. EOFError when the other end has closed, OSError of the socket.
     """
@@ -153,7 +166,9 @@ def receive_rows(
     computed, sent = (ctypes.c_uint64 * len(rows))(), (ctypes.c_uint64 * len(rows))()
     there = addresses(rows)
     stream = _stream(there, rows, computed, b"")
-    receive = loaded.twinpool_kv_verify if in_place else loaded.twinpool_kv_receive
+    receive = loaded.twinpool_kv_receive
+    if in_place is not None:
+        receive = functools.partial(_verify, loaded, in_place)
     while (result := receive(descriptor, ctypes.byref(stream), sent)) == -errno.EAGAIN:
         on_silence(stream.moved)
     if result < 0:
@@ -161,6 +176,11 @@ def receive_rows(
     if not result:
         raise EOFError
     return list(computed), list(sent)
+
+
+def _verify(loaded: ctypes.CDLL, progress: Place, descriptor: int, stream: Any, sent: Any) -> int:
+    result: int = loaded.twinpool_kv_verify(descriptor, stream, sent, progress.address, progress.put)
+    return result
 
 
 def look(descriptor: int, seconds: float) -> bool:

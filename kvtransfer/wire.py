@@ -23,7 +23,7 @@ from kvtransfer.lease import MAX_LEASE_MS, MIN_LEASE_MS
 from kvtransfer.metrics import MAX_PEER_CHARS
 from kvtransfer.region import MAX_NAME_CHARS, MAX_REGIONS
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_HEADER_BYTES = 64 << 10
 MAX_NOTE_BYTES = 1 << 20
 MAX_PUT_BYTES = 1 << 30

@@ -21,32 +21,6 @@ constexpr size_t kReceiveBytes = 256 << 10;
 
 constexpr size_t kPieces = 64;  // of one system call
 
-size_t all_rows(const RowStream& stream) { return stream.num_rows * stream.row_bytes; }
-
-// Hashes what is there of the rows' first `num_bytes` bytes, in whole blocks.
-void hash_up_to(RowStream& stream, size_t num_bytes) {
-  const size_t blocks = whole_blocks(stream.row_bytes);
-  Sums sums;
-  if (stream.hashed % stream.row_bytes) std::memcpy(sums.lane, stream.lanes, sizeof sums.lane);
-  while (stream.hashed < num_bytes) {
-    const size_t index = stream.hashed / stream.row_bytes, at = stream.hashed % stream.row_bytes;
-    const uint8_t* row = stream.rows[index];
-    const size_t left = blocks - at / kBlockBytes;
-    if (left) {
-      const size_t n = std::min(left, (num_bytes - stream.hashed) / kBlockBytes);
-      if (!n) break;
-      hash_blocks(sums, row + at, n);
-      stream.hashed += n * kBlockBytes;
-    } else {
-      if (num_bytes - stream.hashed < stream.row_bytes - at) break;
-      stream.checksums[index] = finish(sums, row, stream.row_bytes);
-      stream.hashed += stream.row_bytes - at;
-      sums = Sums();
-    }
-  }
-  std::memcpy(stream.lanes, sums.lane, sizeof sums.lane);
-}
-
 // The pieces of header, rows and trailer that hold bytes `begin` to `end` - 1 of the message, or the first of them.
 size_t pieces(const RowStream& stream, void* trailer, size_t begin, size_t end, iovec* out) {
   const size_t rows_end = stream.head_bytes + all_rows(stream);
@@ -73,6 +47,29 @@ size_t pieces(const RowStream& stream, void* trailer, size_t begin, size_t end, 
 }
 
 }  // namespace
+
+void twinpool::hash_up_to(RowStream& stream, size_t num_bytes) {
+  const size_t blocks = whole_blocks(stream.row_bytes);
+  Sums sums;
+  if (stream.hashed % stream.row_bytes) std::memcpy(sums.lane, stream.lanes, sizeof sums.lane);
+  while (stream.hashed < num_bytes) {
+    const size_t index = stream.hashed / stream.row_bytes, at = stream.hashed % stream.row_bytes;
+    const uint8_t* row = stream.rows[index];
+    const size_t left = blocks - at / kBlockBytes;
+    if (left) {
+      const size_t n = std::min(left, (num_bytes - stream.hashed) / kBlockBytes);
+      if (!n) break;
+      hash_blocks(sums, row + at, n);
+      stream.hashed += n * kBlockBytes;
+    } else {
+      if (num_bytes - stream.hashed < stream.row_bytes - at) break;
+      stream.checksums[index] = finish(sums, row, stream.row_bytes);
+      stream.hashed += stream.row_bytes - at;
+      sums = Sums();
+    }
+  }
+  std::memcpy(stream.lanes, sums.lane, sizeof sums.lane);
+}
 
 int twinpool_kv_send(int socket, RowStream* stream) {
   const size_t rows = all_rows(*stream), total = stream->head_bytes + rows + 8 * stream->num_rows;

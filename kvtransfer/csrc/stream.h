@@ -15,7 +15,7 @@ struct RowStream {
   size_t head_bytes;
   uint64_t* checksums;  // num_rows of them: computed here
   size_t moved;         // bytes of the message sent or received
-  size_t hashed;        // bytes of rows
+  size_t hashed;        // bytes of rows, for `write` also in place
   size_t looks;         // in vain, for the other end
   uint64_t lanes[8];    // the hash of the row that is begun
 };
@@ -23,13 +23,14 @@ struct RowStream {
 // Sends what goes without waiting: 1 when the whole message is out, 0 when there is no more room, or -errno.
 EXPORT int twinpool_kv_send(int socket, RowStream* stream);
 
-// The same over shared memory: each row is copied to its place `there`, and only header and checksums are sent, a
-// checksum once its row is in place (`hashed` counts rows). 1, 0 or -errno as above.
-EXPORT int twinpool_kv_write(int socket, RowStream* stream, uint8_t* const* there);
-
-// Waits until the checksums of all rows have come, and hashes each row then: 1, or 0 when the other end has closed, or
-// -errno.
-EXPORT int twinpool_kv_verify(int socket, RowStream* stream, uint64_t* sent_checksums);
-
 // Waits until the whole message is there (head_bytes is 0): 1, or 0 when the other end has closed, or -errno.
 EXPORT int twinpool_kv_receive(int socket, RowStream* stream, uint64_t* sent_checksums);
+
+namespace twinpool {
+
+inline size_t all_rows(const RowStream& stream) { return stream.num_rows * stream.row_bytes; }
+
+// Hashes what is there of the rows' first `num_bytes` bytes, in whole blocks.
+void hash_up_to(RowStream& stream, size_t num_bytes);
+
+}  // namespace twinpool

@@ -2,9 +2,11 @@
 
  1. The receiver's cache lies in a SharedMemory. It listens on an abstract unix socket with a random name, which leaves
     nothing behind when the process dies, and takes connections of its own user only.
- 2. After the handshake it passes two descriptors: the memory, and the writing end of a pipe, the lifeline.
+ 2. After the handshake it passes three descriptors: the memory, the writing end of a pipe, the lifeline, and a page of
+    memory for this link, its progress.
  3. The sender maps the memory and asks for each push which rows it may write (Claim, Granted). A Put leaves first; then
-    its rows are copied into place, and each one's checksum follows as the payload, once the row is there.
+    its rows are copied into place. How far it is shows in the progress page, so that the receiver hashes one row while
+    the next is copied, without a system call at either end; the checksums follow as the payload.
 
 The sender does the writing, so closing the socket fences nothing: a sender that is frozen in the middle of a copy goes
 on with it when it thaws. It fences one push by Abort or Commit, and all of them by giving up the lifeline, which it
@@ -30,6 +32,7 @@ from pathlib import Path
 
 from kvtransfer import native, wire
 from kvtransfer.memory import MappedMemory, SharedMemory
+from kvtransfer.progress import Progress
 from kvtransfer.region import Region
 from kvtransfer.transports import Caps, Link
 from kvtransfer.transports.stream import StreamLink, StreamListener
@@ -40,6 +43,7 @@ log = logging.getLogger(__name__)
 SCHEME = "shm"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ENDPOINT = re.compile(rf"{SCHEME}://([0-9a-f-]{{36}})/([0-9a-f]{{32}})")
+_NUM_PASSED = 3  # descriptors
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -118,16 +122,24 @@ class ShmReceiverLink(StreamLink):
         self._memory = memory
         self._layout = layout
         self._lifeline = -1
+        self._progress: Progress | None = None
 
     def share(self, *, deadline: float) -> None:
+        self._progress = Progress()
         self._lifeline, theirs = os.pipe()
         try:
-            socket.send_fds(self._sock, [b"\0"], [self._memory.fileno(), theirs])
+            socket.send_fds(self._sock, [b"\0"], [self._memory.fileno(), theirs, self._progress.fileno()])
         except OSError as exc:
             raise PeerLost(f"cannot pass the cache memory to {self.peer}: {exc}") from exc
         finally:
             os.close(theirs)
         self.send(self._layout, deadline=deadline)
+
+    def receive(self, *, deadline: float | None = None) -> wire.Frame:
+        frame = super().receive(deadline=deadline)
+        if isinstance(frame.message, wire.Put) and self._progress is not None:
+            self._place = self._progress.next()
+        return frame
 
     def fenced(self, timeout_s: float) -> bool:
         if self._lifeline < 0:
@@ -141,6 +153,9 @@ class ShmReceiverLink(StreamLink):
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
 
 
 class ShmSenderLink(StreamLink):
@@ -154,6 +169,7 @@ class ShmSenderLink(StreamLink):
         super().__init__(sock, peer)
         self._row_bytes = [region.row_bytes for region in regions]
         self._memory: MappedMemory | None = None
+        self._progress: Progress | None = None
         self._lifeline = -1
         self._offsets: tuple[int, ...] = ()
         self._num_rows: tuple[int, ...] = ()
@@ -164,22 +180,22 @@ class ShmSenderLink(StreamLink):
     def attach(self, *, deadline: float) -> None:
         self._wait(select.POLLIN, deadline)
         try:
-            _, descriptors, _, _ = socket.recv_fds(self._sock, 1, 2, socket.MSG_CMSG_CLOEXEC)
+            _, descriptors, _, _ = socket.recv_fds(self._sock, 1, _NUM_PASSED, socket.MSG_CMSG_CLOEXEC)
         except OSError as exc:
             raise self._lost(exc) from exc
         try:
-            if len(descriptors) != 2:
-                raise PeerLost(f"{self.peer} passed {len(descriptors)} descriptors instead of 2")
+            if len(descriptors) != _NUM_PASSED:
+                raise PeerLost(f"{self.peer} passed {len(descriptors)} descriptors instead of {_NUM_PASSED}")
             layout = self.receive(deadline=deadline).message
             if not isinstance(layout, wire.Memory):
                 raise PeerLost(f"{self.peer} sent {type(layout).__name__} instead of Memory")
-            self._map(descriptors[0], layout)
-            self._lifeline = descriptors.pop()
+            self._map(descriptors[0], descriptors[2], layout)
+            self._lifeline = descriptors.pop(1)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _map(self, descriptor: int, layout: wire.Memory) -> None:
+    def _map(self, memory: int, progress: int, layout: wire.Memory) -> None:
         self._offsets = wire.unpack_u64(layout.offsets)
         self._num_rows = wire.unpack_u32(layout.num_rows)
         if not len(self._offsets) == len(self._num_rows) == len(self._row_bytes):
@@ -188,7 +204,8 @@ class ShmSenderLink(StreamLink):
         if any(offset + num_rows * row_bytes > layout.size for offset, num_rows, row_bytes in regions):
             raise PeerLost(f"{self.peer} places a region outside of the {layout.size} bytes that it shares")
         try:
-            self._memory = MappedMemory(descriptor, layout.size)
+            self._memory = MappedMemory(memory, layout.size)
+            self._progress = Progress(progress)
         except (OSError, ValueError) as exc:
             raise PeerLost(f"cannot map the cache memory of {self.peer}: {exc}") from exc
 
@@ -198,7 +215,8 @@ class ShmSenderLink(StreamLink):
         """The receiver hashes each row while the next is copied."""
         memory, offsets = self._places(message.region, there, rows)
         head = wire.encode(message, len(rows) * wire.CHECKSUM_BYTES)
-        sending = native.sending(head, rows, memory.places(offsets, rows[0].nbytes))
+        place = None if self._progress is None else self._progress.next()
+        sending = native.sending(head, rows, memory.places(offsets, rows[0].nbytes), place)
         checksums: Sequence[int]
         if sending is not None:
             self._rows.append(sending)
@@ -229,6 +247,9 @@ class ShmSenderLink(StreamLink):
         if self._memory is not None:
             self._memory.close()
             self._memory = None
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
         if self._lifeline >= 0:
             os.close(self._lifeline)  # only now: this tells the receiver that its rows are safe
             self._lifeline = -1

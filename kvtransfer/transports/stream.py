@@ -25,6 +25,7 @@ from typing import Any
 from kvtransfer import native, wire
 from kvtransfer.digest import row_checksums
 from kvtransfer.lease import LEASE_S, PeerSilent
+from kvtransfer.progress import Place
 from kvtransfer.transports import Link
 from twinpool.errors import PeerLost, TransferTimeout
 
@@ -96,6 +97,7 @@ class StreamLink:
         self._rows: deque[native.SendingRows] = deque()
         self._replies = wire.FrameBuffer()
         self._scratch: memoryview | None = None
+        self._place: Place | None = None  # where rows are written by the other end: see progress.py
         self._is_busy = False  # the last message came soon after the one before
         self._closing = threading.Lock()
         self._whole = threading.Lock()  # held while `send` sends one message: it may be called from several threads
@@ -176,9 +178,7 @@ class StreamLink:
         try:
             checksums = None
             if self._is_plain:
-                checksums = native.receive_rows(
-                    self._sock.fileno(), rows, self._silence(), in_place=self.checksums_follow
-                )
+                checksums = native.receive_rows(self._sock.fileno(), rows, self._silence(), in_place=self._place)
         except OSError as exc:
             raise self._lost(exc) from exc
         except EOFError:

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import socket
@@ -11,10 +12,13 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvtransfer import native
 from kvtransfer.digest import row_checksums
 from kvtransfer.memory import MappedMemory, SharedMemory, address_of
+from kvtransfer.progress import Place, Progress
 
 LENGTHS = [*range(241, 261), *range(1000, 1100, 3), 1024, 1025, 2047, 2048, 2049, 4096, 65_537, (1 << 18) + 13, 1 << 20]
 
@@ -63,12 +67,13 @@ def test_rows_are_in_place_when_their_checksum_comes(isa: str, length: int) -> N
     expected = [xxhash.xxh3_64_intdigest(row) for row in rows]
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        sending = native.sending(b"head", rows, [address_of(row) for row in landed])
+        writes, reads = _both_ends()
+        sending = native.sending(b"head", rows, [address_of(row) for row in landed], writes)
         assert sending is not None
         assert sending.advance(ours.fileno())
         assert list(sending.checksums) == expected
         assert theirs.recv(4) == b"head"
-        received = native.receive_rows(theirs.fileno(), landed, _never_silent, in_place=True)
+        received = native.receive_rows(theirs.fileno(), landed, _never_silent, in_place=reads)
         assert received == (expected, expected)
     assert [bytes(row) for row in landed] == [bytes(row) for row in rows]
     assert bytes(there[: begin + length]) == bytes(begin + length)  # and nothing else was touched
@@ -80,11 +85,12 @@ def test_a_row_that_changes_on_its_way_has_another_checksum_than_was_sent(isa: s
     landed = memoryview(bytearray(5000))
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        sending = native.sending(b"", [row], [address_of(landed)])
+        writes, reads = _both_ends()
+        sending = native.sending(b"", [row], [address_of(landed)], writes)
         assert sending is not None
         assert sending.advance(ours.fileno())
         landed[4999] ^= 1
-        received = native.receive_rows(theirs.fileno(), [landed], _never_silent, in_place=True)
+        received = native.receive_rows(theirs.fileno(), [landed], _never_silent, in_place=reads)
     assert received == ([xxhash.xxh3_64_intdigest(landed)], [xxhash.xxh3_64_intdigest(row)])
 
 
@@ -95,7 +101,7 @@ def test_no_row_is_written_before_the_receiver_has_taken_what_came_earlier(isa: 
     ours, theirs = socket.socketpair()
     with ours, theirs:
         filler = _fill(ours)
-        sending = native.sending(b"head", [source] * num_rows, [address_of(there)] * num_rows)
+        sending = native.sending(b"head", [source] * num_rows, [address_of(there)] * num_rows, _both_ends()[0])
         assert sending is not None
         assert not sending.advance(ours.fileno())
         assert there == before
@@ -111,7 +117,7 @@ def test_no_row_is_written_before_the_receiver_has_taken_what_came_earlier(isa: 
 
 def test_a_link_that_breaks_or_is_silent_is_told_while_rows_are_awaited(isa: str) -> None:
     row = memoryview(bytearray(1000))
-    for in_place in (True, False):
+    for in_place in (_both_ends()[1], None):
         ours, theirs = socket.socketpair()
         with theirs:
             theirs.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, b"\0" * 8 + (1000).to_bytes(8, "little"))
@@ -120,10 +126,99 @@ def test_a_link_that_breaks_or_is_silent_is_told_while_rows_are_awaited(isa: str
             ours.close()
             with pytest.raises(EOFError):
                 native.receive_rows(theirs.fileno(), [row], _never_silent, in_place=in_place)
-            sending = native.sending(b"head", [row], [address_of(row)] if in_place else None)
+            sending = native.sending(b"head", [row], [address_of(row)] if in_place else None, in_place)
             assert sending is not None
             with pytest.raises(BrokenPipeError):
                 sending.advance(theirs.fileno())
+
+
+@pytest.mark.parametrize("length", [300, 5000, 300_000])
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_receiver_follows_while_rows_are_written(isa: str, length: int, is_told: bool) -> None:
+    """is_told: by the progress page; else, as by a sender that shows none, by the socket alone."""
+    num_rows = 16
+    source = memoryview(bytearray(os.urandom(num_rows * length)))
+    there = memoryview(bytearray(num_rows * length))
+    rows, landed = ([each[i * length : (i + 1) * length] for i in range(num_rows)] for each in (source, there))
+    results: list[object] = []
+    writes, reads = _both_ends()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        receive = functools.partial(native.receive_rows, theirs.fileno(), landed, _never_silent, in_place=reads)
+        receiving = threading.Thread(target=lambda: results.append(receive()))
+        receiving.start()
+        sending = native.sending(b"", rows, [address_of(row) for row in landed], writes if is_told else _both_ends()[0])
+        assert sending is not None
+        assert sending.advance(ours.fileno())
+        receiving.join(timeout=60)
+        assert not receiving.is_alive()
+    expected = [xxhash.xxh3_64_intdigest(row) for row in rows]
+    assert results == [(expected, expected)]
+    assert there == source
+
+
+@given(
+    words=st.lists(
+        st.one_of(
+            st.integers(0, 2**64 - 1),
+            st.builds(lambda put, placed: put << 40 | placed, st.integers(0, 3), st.integers(0, 4000)),
+        ),
+        min_size=1,
+        max_size=20,
+    ),
+    sleeps=st.booleans(),
+    end=st.sampled_from(["silent", "closed", "whole"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_progress_page_that_lies_neither_holds_the_receiver_nor_has_it_believe_anything(
+    words: list[int], sleeps: bool, end: str
+) -> None:
+    """The page says anything, and changes all the time; what counts is the socket."""
+    page = Progress()
+    place = page.next()
+    rows = [memoryview(bytearray(os.urandom(1500))) for _ in range(2)]
+    sent = b"".join(xxhash.xxh3_64_intdigest(row).to_bytes(8, "little") for row in rows)
+    ours, theirs = socket.socketpair()
+    stop = threading.Event()
+
+    def lie() -> None:
+        while not stop.is_set():
+            for word in words:
+                ctypes.c_uint64.from_address(place.address).value = word
+                ctypes.c_uint32.from_address(place.address + 64).value = sleeps
+
+    liar = threading.Thread(target=lie)
+    with theirs:
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, b"\0" * 8 + (1000).to_bytes(8, "little"))
+        liar.start()
+        try:
+            if end == "whole":
+                ours.sendall(sent)
+                checksums = native.receive_rows(theirs.fileno(), rows, _silent, in_place=place)
+                assert checksums == ([xxhash.xxh3_64_intdigest(row) for row in rows],) * 2
+            elif end == "silent":
+                with pytest.raises(TimeoutError):
+                    native.receive_rows(theirs.fileno(), rows, _silent, in_place=place)
+            else:
+                ours.close()
+                with pytest.raises(EOFError):
+                    native.receive_rows(theirs.fileno(), rows, _never_silent, in_place=place)
+        finally:
+            stop.set()
+            liar.join(timeout=60)
+            ours.close()
+            page.close()
+
+
+_pages: list[Progress] = []  # of a test: a place is good for as long as its page is there
+
+
+def _both_ends() -> tuple[Place, Place]:
+    """Of a progress page, for one message: the sender's and the receiver's."""
+    theirs = Progress()
+    ours = Progress(theirs.fileno())
+    _pages[:] = [*_pages[-6:], ours, theirs]
+    return ours.next(), theirs.next()
 
 
 def _never_silent(num_bytes: int) -> None:
