@@ -16,7 +16,8 @@ namespace {
 
 // Bytes between the hash and the socket. Sending: so many that the receiver does not run dry meanwhile, so few that
 // they are still in the cache. Receiving: what is hashed at once, in the core's own cache.
-constexpr size_t kSendBytes = 2 << 20;
+constexpr size_t kSendBytes = 1 << 20;
+constexpr size_t kFirstBytes = 256 << 10;  // and doubled from there: the receiver waits for the first of them
 constexpr size_t kReceiveBytes = 256 << 10;
 
 constexpr size_t kPieces = 64;  // of one system call
@@ -75,8 +76,9 @@ int twinpool_kv_send(int socket, RowStream* stream) {
   const size_t rows = all_rows(*stream), total = stream->head_bytes + rows + 8 * stream->num_rows;
   while (stream->moved < total) {
     const size_t gone = stream->moved > stream->head_bytes ? stream->moved - stream->head_bytes : 0;
-    if (stream->hashed < rows && stream->hashed < gone + kSendBytes / 2) {
-      hash_up_to(*stream, std::min(rows, gone + kSendBytes));
+    const size_t ahead = std::min(kSendBytes, std::max(kFirstBytes, gone));
+    if (stream->hashed < rows && stream->hashed < gone + ahead / 2) {
+      hash_up_to(*stream, std::min(rows, gone + ahead));
     }
     const size_t end = stream->hashed < rows ? stream->head_bytes + stream->hashed : total;
     iovec vector[kPieces];
