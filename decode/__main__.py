@@ -144,6 +144,7 @@ def _load(config: DecodeConfig, allocate: Allocate | None) -> Engine:
 def _transport_options(config: DecodeConfig, certificates: Certificates | None) -> transports.Options:
     return transports.Options(
         certificates=certificates,
+        streams=config.kv_streams,
         collective_backend=config.kv_collective_backend,
         collective_plaintext=config.kv_collective_plaintext,
     )

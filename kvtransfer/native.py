@@ -148,7 +148,9 @@ def sending(
 ) -> SendingRows | None:
     """there, progress: both or none. None where it has to be done in another way."""
     loaded = library()
-    return None if loaded is None or rows[0].nbytes < MIN_ROW_BYTES else SendingRows(loaded, head, rows, there, progress)
+    return (
+        None if loaded is None or rows[0].nbytes < MIN_ROW_BYTES else SendingRows(loaded, head, rows, there, progress)
+    )
 
 
 def receive_rows(
@@ -166,7 +168,7 @@ def receive_rows(
     computed, sent = (ctypes.c_uint64 * len(rows))(), (ctypes.c_uint64 * len(rows))()
     there = addresses(rows)
     stream = _stream(there, rows, computed, b"")
-    receive = loaded.twinpool_kv_receive
+    receive: Callable[..., int] = loaded.twinpool_kv_receive
     if in_place is not None:
         receive = functools.partial(_verify, loaded, in_place)
     while (result := receive(descriptor, ctypes.byref(stream), sent)) == -errno.EAGAIN:

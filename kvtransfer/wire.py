@@ -28,6 +28,7 @@ MAX_HEADER_BYTES = 64 << 10
 MAX_NOTE_BYTES = 1 << 20
 MAX_PUT_BYTES = 1 << 30
 MAX_ROWS_PER_PUT = 512
+MAX_STREAMS = 16  # of one link
 MAX_ROWS_PER_GRANT = 8192
 MAX_REQUEST_ID_CHARS = 128
 MAX_REASON_CHARS = 1000
@@ -187,6 +188,39 @@ class Leaving:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Widen:
+    """Sender to receiver, first frame after Welcome on a TCP link that is to have several connections."""
+
+    KIND: ClassVar[int] = 23
+    count: int = _field(lambda value: type(value) is int and 2 <= value <= MAX_STREAMS)  # of them, with this one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streams:
+    """Receiver to sender, the answer: what the further connections have to show."""
+
+    KIND: ClassVar[int] = 24
+    secret: bytes = _exactly(TOKEN_BYTES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """Sender to receiver, first frame of a further connection: the one of this number of that link."""
+
+    KIND: ClassVar[int] = 25
+    secret: bytes = _exactly(TOKEN_BYTES)
+    index: int = _uint(8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stripe:
+    """Sender to receiver, on a further connection: its part of a Put; the payload is its rows and their checksums."""
+
+    KIND: ClassVar[int] = 26
+    put: int = _uint(64)  # number of the Put on the link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
     """Sender to receiver, first frame of a push: the reservation is mine. On a one-sided link: where do its rows go?"""
 
@@ -211,6 +245,8 @@ class Granted:
 class Put:
     """Sender to receiver: rows of one region; the payload is their bytes in the order of `positions`, then a u64 each,
     little endian: their checksums, which come last so that rows are hashed while they are sent.
+
+    Where a link has several connections, this one carries every n-th row only, the others theirs behind a Stripe.
 
     On a one-sided link there is no payload: the rows are in the receiver's memory when the frame leaves. Over shared
     memory it may leave earlier, with the checksums alone as payload: each leaves when its row is in place.
@@ -286,13 +322,17 @@ Message = (
     | Committed
     | Refused
     | Leaving
+    | Widen
+    | Streams
+    | Join
+    | Stripe
 )
 
 _KINDS: dict[int, type[Message]] = {kind.KIND: kind for kind in get_args(Message)}
 _CHECKS = {
     kind: [(field.name, field.metadata["check"]) for field in dataclasses.fields(kind)] for kind in _KINDS.values()
 }
-_MAX_PAYLOAD = {Put.KIND: MAX_PUT_BYTES, Commit.KIND: MAX_NOTE_BYTES}
+_MAX_PAYLOAD = {Put.KIND: MAX_PUT_BYTES, Stripe.KIND: MAX_PUT_BYTES, Commit.KIND: MAX_NOTE_BYTES}
 
 
 @dataclass(frozen=True, slots=True)

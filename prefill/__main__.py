@@ -134,6 +134,7 @@ def _load(config: PrefillConfig) -> Engine:
 def _transport_options(config: PrefillConfig, certificates: Certificates | None) -> transports.Options:
     return transports.Options(
         certificates=certificates,
+        streams=config.kv_streams,
         collective_backend=config.kv_collective_backend,
         collective_plaintext=config.kv_collective_plaintext,
     )

@@ -159,6 +159,12 @@ class WorkerConfig(ProcessConfig):
             "collective",
         ),
     )
+    kv_streams: int = option(
+        1,
+        help="connections of a KV link that a prefill worker makes over tcp; more where one does not fill the network",
+        minimum=1,
+        maximum=16,
+    )
     kv_collective_backend: str = option(
         "gloo", help="of torch.distributed, for --kv-transport collective", choices=("gloo", "nccl", "hccl")
     )

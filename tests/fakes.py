@@ -38,6 +38,7 @@ from unittest.mock import patch
 from kvtransfer import transports, wire
 from kvtransfer.digest import row_checksum
 from kvtransfer.transports import Link, Transport
+from kvtransfer.transports.striped import StripedSenderLink
 from service.discovery import NamedRouters
 from service.registration import Registration, new_incarnation
 from service.serve import Service, Serving, serve
@@ -532,7 +533,8 @@ class FaultyLink:
     def advance(self) -> bool:
         while self._sending or self._frames:
             if not self._sending:
-                self._link.start(*self._frames.popleft())
+                message, payload = self._frames.popleft()
+                self._link.start(message, _without_stripes(self._link, message, payload))
                 self._sending = True
             if not self._link.advance():
                 return False
@@ -643,7 +645,7 @@ class FaultyLink:
         self._late.put((time.monotonic() + self._faults.delay_ms / 1000, act))
 
     def _send_within(self, message: wire.Message, payload: Sequence[memoryview]) -> None:
-        self._link.send(message, payload, deadline=_later())
+        self._link.send(message, _without_stripes(self._link, message, payload), deadline=_later())
 
     def _send_late(self) -> None:
         while (item := self._late.get()) is not None:
@@ -655,6 +657,23 @@ class FaultyLink:
             except (PeerLost, TransferTimeout, wire.Malformed):
                 self._link.cut()  # its owner learns from the reading side
                 return
+
+
+def _without_stripes(link: Link, message: wire.Message, payload: Sequence[memoryview]) -> Sequence[memoryview]:
+    """Sends what of a Put's payload goes over other connections of a link that has several; returns the rest."""
+    if not isinstance(message, wire.Put) or not isinstance(link, StripedSenderLink):
+        return payload
+    link._num_puts += 1
+    num_rows, whole, size = len(message.positions) // 4, b"".join(payload), wire.CHECKSUM_BYTES
+    row_bytes = len(whole) // num_rows - size
+    rows = [whole[begin : begin + row_bytes] for begin in range(0, num_rows * row_bytes, row_bytes)]
+    sums = [whole[begin : begin + size] for begin in range(num_rows * row_bytes, len(whole), size)]
+    count = len(link._lanes) + 1
+    parts = [[*rows[index::count], *sums[index::count]] for index in range(min(count, num_rows))]
+    stripes = [memoryview(b"".join(part)) for part in parts]
+    for lane, stripe in zip(link._lanes, stripes[1:], strict=False):
+        lane.begin(partial(lane.stream.send, wire.Stripe(put=link._num_puts), [stripe], deadline=_later()))
+    return stripes[:1]
 
 
 def _is_nth(number: int, every: int) -> bool:

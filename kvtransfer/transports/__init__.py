@@ -48,6 +48,7 @@ class Options:
     """What a process was told about its transports; each takes what concerns it."""
 
     certificates: Certificates | None = None  # tcp: TLS with these on every socket
+    streams: int = 1  # tcp: connections of a link, 1 to wire.MAX_STREAMS
     collective_backend: str = "gloo"  # of torch.distributed
     collective_plaintext: bool = False  # rows may leave TLS that way
 
@@ -184,11 +185,11 @@ def create(name: str, options: Options = NO_OPTIONS) -> Transport:
     from kvtransfer.transports.mooncake import FABRICS, MooncakeTransport
     from kvtransfer.transports.nixl import UCX_TLS, NixlTransport
     from kvtransfer.transports.shm import ShmTransport
-    from kvtransfer.transports.tcp import TcpTransport
+    from kvtransfer.transports.striped import StripedTcpTransport
 
     known: dict[str, Callable[[], Transport]] = {
         "shm": ShmTransport,
-        "tcp": lambda: TcpTransport(options.certificates),
+        "tcp": lambda: StripedTcpTransport(options.certificates, options.streams),
         "collective": lambda: CollectiveTransport(
             options.collective_backend, options.certificates, options.collective_plaintext
         ),

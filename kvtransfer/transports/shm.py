@@ -210,9 +210,11 @@ class ShmSenderLink(StreamLink):
             raise PeerLost(f"cannot map the cache memory of {self.peer}: {exc}") from exc
 
     def start_rows(
-        self, message: wire.Put, rows: Sequence[memoryview], there: Sequence[int], *, deadline: float
+        self, message: wire.Put | wire.Stripe, rows: Sequence[memoryview], there: Sequence[int], *, deadline: float
     ) -> Sequence[int]:
         """The receiver hashes each row while the next is copied."""
+        if not isinstance(message, wire.Put):
+            raise TypeError("rows do not travel in stripes through shared memory")
         memory, offsets = self._places(message.region, there, rows)
         head = wire.encode(message, len(rows) * wire.CHECKSUM_BYTES)
         place = None if self._progress is None else self._progress.next()

@@ -113,7 +113,7 @@ class StreamLink:
         self._unsent.extend(payload)
 
     def start_rows(
-        self, message: wire.Put, rows: Sequence[memoryview], there: Sequence[int], *, deadline: float
+        self, message: wire.Put | wire.Stripe, rows: Sequence[memoryview], there: Sequence[int], *, deadline: float
     ) -> Sequence[int]:
         head = wire.encode(message, len(rows) * (rows[0].nbytes + wire.CHECKSUM_BYTES))
         sending = native.sending(head, rows) if self._is_plain else None
@@ -276,6 +276,13 @@ class StreamLink:
             self._heard_at = time.monotonic()
             view = view[received:]
         return data
+
+    def hear(self) -> None:
+        """The other end had no reason to speak until now: its lease begins anew."""
+        self._heard_at = time.monotonic()
+
+    def wait_for_room(self, deadline: float) -> None:
+        self._wait(select.POLLOUT, deadline)
 
     def _silence(self) -> Callable[[int], None]:
         """For every time the socket's timeout passes in one long read: raises, unless bytes came since the last."""

@@ -46,7 +46,7 @@ class TcpTransport:
 
     def listen(self, host: str, port: int, advertise: str | None, on_link: Callable[[Link], None]) -> StreamListener:
         """advertise: host, or host:port, that senders reach this listener at; default: where it is bound."""
-        return listen(SCHEME, (host, port, advertise), self._accepted, on_link)
+        return listen(SCHEME, (host, port, advertise), self.accepted, on_link)
 
     def connect(self, endpoint: str, *, deadline: float) -> TcpLink:
         sock = dial(endpoint, SCHEME, deadline)
@@ -55,7 +55,8 @@ class TcpTransport:
     def close(self) -> None:
         """Holds nothing."""
 
-    def _accepted(self, sock: socket.socket, peer: str) -> TcpLink:
+    def accepted(self, sock: socket.socket, peer: str) -> TcpLink:
+        """The link of a connection that was accepted; peer: the sender's host."""
         return _link(sock, peer, self._certificates, server_side=True)
 
 

@@ -22,7 +22,7 @@ settings.register_profile("no timing", deadline=None)
 settings.load_profile("no timing")
 
 
-OWN = ("tcp", "tls", "shm", "collective")  # tls: tcp with certificates
+OWN = ("tcp", "tcp*3", "tls", "tls*3", "shm", "collective")  # tls: tcp with certificates; *3: by three streams
 LIBRARIES = ("mooncake+tcp", "nixl+tcp")
 ABOUT_LIBRARIES = {"test_transports", "test_transfer", "test_fencing", "test_processes"}  # a pair of them costs 2 s
 IN_BAND = {"raw", "fake", "frozen", "port"}  # fixtures that speak of bytes on a TCP socket
@@ -36,6 +36,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             known = tuple(name for name in known if name != "collective")  # it refuses mapped rows
         if metafunc.module.__name__.endswith("test_metrics"):
             known = ("tcp", "shm")
+        if metafunc.module.__name__.rpartition(".")[2] not in ABOUT_LIBRARIES:
+            known = tuple(name for name in known if name != "tls*3")  # what TLS and stripes do, each does by itself
         if known == OWN and metafunc.module.__name__.rpartition(".")[2] in ABOUT_LIBRARIES:
             known = TRANSPORTS
         metafunc.parametrize("transport", known)

@@ -72,7 +72,9 @@ def eventually(condition: Callable[[], object], what: str = "the condition") -> 
 
 def named(transport: str) -> tuple[str, Options]:
     """The name and the options that a parameter of the contract tests stands for."""
-    return ("tcp", Options(certificates=issued().load())) if transport == "tls" else (transport, Options())
+    name, _, streams = transport.partition("*")
+    certificates = issued().load() if name == "tls" else None
+    return ("tcp" if name == "tls" else name), Options(certificates=certificates, streams=int(streams or 1))
 
 
 @functools.cache

@@ -24,7 +24,7 @@ def random_frame(rng: random.Random, valid: list[bytes]) -> bytes:
     if kind == 0:
         return rng.randbytes(rng.randrange(200))
     if kind == 1:  # a plausible prefix before noise
-        return b"TPKV" + bytes([wire.PROTOCOL, rng.randrange(24), 0, 0]) + rng.randbytes(rng.randrange(60))
+        return b"TPKV" + bytes([wire.PROTOCOL, rng.randrange(28), 0, 0]) + rng.randbytes(rng.randrange(60))
     frame = bytearray(rng.choice(valid))
     for _ in range(rng.randrange(1, 4)):
         frame[rng.randrange(len(frame))] = rng.randrange(256)
@@ -57,6 +57,8 @@ def test_ten_thousand_random_and_mutated_frames(pair: Pair, raw: RawSenders, mon
         wire.encode(wire.Refused(push=1, error="PeerLost", reason="")),
         wire.encode(wire.Engine(name="here:1", metadata=b"", addresses=bytes(24), num_rows=bytes(12))),
         wire.encode(wire.Leaving()),
+        wire.encode(wire.Join(secret=foreign, index=1)),
+        wire.encode(wire.Stripe(put=1), 2000) + bytes(2000),
     ]
     model.close()
 

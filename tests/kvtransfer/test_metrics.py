@@ -152,9 +152,9 @@ def test_a_transfer_under_way_is_open_until_it_ends_by_somebodys_wish(observed: 
 
 
 def test_rows_and_bytes_that_a_slow_receiver_keeps_waiting() -> None:
-    regions = make_regions(1, row_bytes=100_000)  # one layer is one frame, and more than fits on the way
+    regions = make_regions(1, row_bytes=300_000)  # one layer is one frame, and more than fits on the way
     registry = CollectorRegistry()
-    slow = FakeReceiver(make_regions(2, row_bytes=100_000))
+    slow = FakeReceiver(make_regions(2, row_bytes=300_000))
     sender = KvSender(
         regions, fingerprint=FINGERPRINT, cluster_key=KEY, transport="tcp", metrics=PrefillMetrics(registry).transfers
     )
@@ -165,7 +165,7 @@ def test_rows_and_bytes_that_a_slow_receiver_keeps_waiting() -> None:
         link = slow.admit()
         labels = {"transport": "tcp", "peer": "127.0.0.1"}
         eventually(lambda: total(registry, "twinpool_prefill_transfer_queued_rows", labels) == 2 * 64, "a full link")
-        assert total(registry, "twinpool_prefill_transfer_queued_bytes", labels) == 2 * 64 * 100_000
+        assert total(registry, "twinpool_prefill_transfer_queued_bytes", labels) == 2 * 64 * 300_000
         assert total(registry, "twinpool_prefill_transfer_bytes_total", labels) == 0  # the frame is not out
         link.close()
         assert push.closed.wait(PATIENCE_S)

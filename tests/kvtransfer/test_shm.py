@@ -184,6 +184,13 @@ def test_a_layout_that_leaves_the_shared_memory_is_refused_before_a_byte_is_writ
     assert reservation.release()
 
 
+@pytest.fixture(scope="module")
+def swept() -> None:
+    """Mappings of tests before, which hold descriptors, are gone."""
+    gc.collect()
+
+
+@pytest.mark.usefixtures("swept")
 @given(
     passed=st.lists(st.sampled_from(["memory", "loose memory", "empty memory", "pipe", "file", "socket"]), max_size=5),
     layout=st.builds(
@@ -200,7 +207,6 @@ def test_a_receiver_that_passes_anything_gets_a_typed_error_or_no_byte_out_of_bo
     passed: list[str], layout: wire.Memory, noise: bytes | None, cut: int
 ) -> None:
     regions = make_regions(4)[:2]
-    gc.collect()  # mappings of tests before this one hold descriptors
     before = set(os.listdir("/proc/self/fd"))
     ours, theirs = socket.socketpair()
     link = ShmSenderLink(ours, "a stranger", regions)

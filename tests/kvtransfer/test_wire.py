@@ -72,6 +72,10 @@ messages = st.one_of(
         num_rows=st.lists(u32, max_size=9).map(wire.pack_u32),
     ),
     st.builds(wire.Leaving),
+    st.builds(wire.Widen, count=st.integers(2, wire.MAX_STREAMS)),
+    st.builds(wire.Streams, secret=blobs[16]),
+    st.builds(wire.Join, secret=blobs[16], index=st.integers(0, 255)),
+    st.builds(wire.Stripe, put=u64),
     st.builds(wire.Refused, push=u64, error=st.text(max_size=64), reason=st.text(max_size=100)),
 )
 

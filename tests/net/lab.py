@@ -41,13 +41,13 @@ def rig() -> Path:
 class Lab:
     """Hosts 1 and 2; the link can be cut and restored. Raises NotAllowed where that cannot be made."""
 
-    def __init__(self, *, rate_mbit: float, delay_ms: float) -> None:
+    def __init__(self, *, rate_mbit: float, delay_ms: float, loss: float = 0) -> None:
         self._rig = rig()
         self._prefix = f"tp{os.getpid()}"
         self._link: subprocess.Popen[str] | None = None
         try:
             self._netns("up", "2")
-            self._join(rate_mbit, delay_ms)
+            self._join(rate_mbit, delay_ms, loss)
         except BaseException:
             self.close()
             raise
@@ -79,9 +79,9 @@ class Lab:
         if done.returncode:
             raise NotAllowed(f"netns.sh {arguments[0]}: {done.stderr.strip()}")
 
-    def _join(self, rate_mbit: float, delay_ms: float) -> None:
+    def _join(self, rate_mbit: float, delay_ms: float, loss: float) -> None:
         ends = [f"{self._prefix}-h{host}:{_LINK}" for host in (1, 2)]
-        options = ["--rate-mbit", str(rate_mbit), "--delay-ms", str(delay_ms)]
+        options = ["--rate-mbit", str(rate_mbit), "--delay-ms", str(delay_ms), "--loss", str(loss)]
         command = [sys.executable, str(self._rig / "linkemu.py"), *ends, *options]
         self._link = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert self._link.stdout is not None
