@@ -30,7 +30,10 @@ from twinpool.v1.worker_pb2_grpc import (
 )
 
 MODEL = "fake"
-VOCAB_SIZE = 256
+VOCAB_SIZE = 1 << 15
+_BYTES = 256  # the first tokens are bytes; the others, for stamps, pairs of letters
+_STAMP_S = 1e-4
+_STAMPS = 32_000
 MAX_CONTEXT = 4096
 _BUDGET = 256  # tokens of a prefill step
 _ROWS = 100_000
@@ -48,9 +51,10 @@ class Speed:
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """A model directory that a router can be started with: every printable character is a token."""
-    letters = {chr(33 + i) if i < 94 else chr(256 + i): i for i in range(VOCAB_SIZE)}
-    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    """A model directory that a router can be started with: every printable character is a token, and so are pairs."""
+    letters = [chr(33 + i) if i < 94 else chr(256 + i) for i in range(_BYTES)]
+    tokens = letters + [letters[i // _BYTES] + letters[i % _BYTES] for i in range(_BYTES, VOCAB_SIZE)]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     target = folder / MODEL
@@ -59,6 +63,18 @@ def tokenizer_folder(folder: Path) -> Path:
     config = {"model_type": "llama", "vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_CONTEXT}
     (target / "config.json").write_text(json.dumps(config))
     return target
+
+
+def stamp() -> int:
+    """Now, by CLOCK_MONOTONIC, as a token."""
+    return _BYTES + int(time.monotonic() / _STAMP_S) % _STAMPS
+
+
+def since_s(token_id: int) -> float | None:
+    """How long ago a token was stamped, at most 3.2 s; None when it was not."""
+    if token_id < _BYTES:
+        return None
+    return (time.monotonic() / _STAMP_S - (token_id - _BYTES)) % _STAMPS * _STAMP_S
 
 
 class _Worker:
@@ -200,9 +216,13 @@ class FakePrefill(_Worker, PrefillServicer):
 @dataclass(slots=True, eq=False)
 class _Answer:
     submit: worker_pb2.DecodeSubmit
-    out: asyncio.Queue[list[worker_pb2.DecodeEvent]]
+    out: asyncio.Queue[worker_pb2.DecodeEvents]
     left: int
     started: bool = False
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.submit.sampling.HasField("logprobs")
 
 
 class FakeDecode(_Worker, DecodeServicer):
@@ -212,7 +232,7 @@ class FakeDecode(_Worker, DecodeServicer):
     _targets: ClassVar[dict[bytes, tuple[FakeDecode, _Answer]]] = {}  # of all workers of the process
 
     def __init__(self, name: str, speed: Speed, *, stamped: bool = False) -> None:
-        """stamped: a token's logprob is the time of its step, seconds of CLOCK_MONOTONIC modulo 1,000."""
+        """stamped: tokens tell the time of their step (`since_s`)."""
         super().__init__(name, speed)
         self._stamped = stamped
         self._answers: dict[tuple[str, int], _Answer] = {}
@@ -238,14 +258,14 @@ class FakeDecode(_Worker, DecodeServicer):
     async def Session(
         self, commands: AsyncIterator[worker_pb2.DecodeCommand], context: Any
     ) -> AsyncIterator[worker_pb2.DecodeEvents]:
-        out: asyncio.Queue[list[worker_pb2.DecodeEvent]] = asyncio.Queue()
+        out: asyncio.Queue[worker_pb2.DecodeEvents] = asyncio.Queue()
         reader = asyncio.ensure_future(self._obey(commands, out))
         try:
             while True:
-                events = await out.get()
+                message = await out.get()
                 while not out.empty():
-                    events = events + out.get_nowait()
-                yield worker_pb2.DecodeEvents(events=events)
+                    message.MergeFrom(out.get_nowait())
+                yield message
         finally:
             reader.cancel()
             for key in [key for key, answer in self._answers.items() if answer.out is out]:
@@ -261,7 +281,8 @@ class FakeDecode(_Worker, DecodeServicer):
             answer = _Answer(submit, out, submit.sampling.max_tokens - 1)
             self._answers[submit.request_id, submit.attempt] = answer
             self._targets[target] = (self, answer)
-            out.put_nowait([_event(answer, reserved=worker_pb2.Reserved(transfer_target=target))])
+            reserved = _event(answer, reserved=worker_pb2.Reserved(transfer_target=target))
+            out.put_nowait(worker_pb2.DecodeEvents(events=[reserved]))
 
     def _drop(self, key: tuple[str, int]) -> None:
         answer = self._answers.pop(key, None)
@@ -285,20 +306,24 @@ class FakeDecode(_Worker, DecodeServicer):
                 due = loop.time()
             due = max(due, loop.time() - 0.1) + self.speed.base_s + len(self._running) * self.speed.each_s
             await asyncio.sleep(due - loop.time())
-            token.logprob = last.logprob = time.monotonic() % 1000 if self._stamped else 0.0
-            step: dict[int, list[worker_pb2.DecodeEvent]] = {}
-            outs: dict[int, Any] = {}
+            if self._stamped:
+                token.token_id = last.token_id = stamp()
+            messages: dict[Any, worker_pb2.DecodeEvents] = {}
             for answer in list(self._running):
                 answer.left -= 1
-                events = step.setdefault(id(answer.out), [])
-                outs[id(answer.out)] = answer.out
-                events.append(_event(answer, tokens=worker_pb2.TokensOut(tokens=[token if answer.left > 0 else last])))
+                message = messages.setdefault(answer.out, worker_pb2.DecodeEvents())
+                if answer.left > 0 and not answer.wants_logprobs:
+                    message.step.handles.append(answer.submit.handle)
+                    message.step.token_ids.append(token.token_id)
+                    continue
+                sent = token if answer.left > 0 else last
+                message.events.append(_event(answer, tokens=worker_pb2.TokensOut(tokens=[sent])))
                 if answer.left <= 0:
-                    events.append(_event(answer, ended=ended))
+                    message.events.append(_event(answer, ended=ended))
                     self._running.remove(answer)
                     del self._answers[answer.submit.request_id, answer.submit.attempt]
-            for key, events in step.items():
-                outs[key].put_nowait(events)
+            for out, message in messages.items():
+                out.put_nowait(message)
 
 
 def _event(answer: _Answer, **what: Any) -> worker_pb2.DecodeEvent:

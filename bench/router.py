@@ -5,12 +5,14 @@
 
 The router is a process of its own; fake workers (bench/fake_workers.py) and clients are others.
 
-1. `--streams` answers at once, for `--seconds`, a token each 20 ms: output tokens by CPU seconds of the router's
+1. `--streams` answers at once, for `--seconds`, a token each `--step-ms`: output tokens by CPU seconds of the router's
    process. In turns with it, what that is at most: a bare grpc.aio server that writes one constant message a token to
    as many streams at the same pace, and does nothing else.
 2. At half that rate: each token's arrival at the client less its sending by the worker, which stamps it (one clock:
    CLOCK_MONOTONIC).
 3. No worker has room: memory of the router before and after `--queued` requests of `--queued-tokens` tokens wait in it.
+
+The client is gRPC's own without the SDK, so that it takes as little as possible of the cores that all share.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +36,20 @@ import numpy as np
 import uvloop
 
 from bench import machine
-from bench.fake_workers import FakeDecode, FakePrefill, Speed, tokenizer_folder
+from bench.fake_workers import FakeDecode, FakePrefill, Speed, since_s, tokenizer_folder
 from service.serve import announce_ready
 from twinpool import errors
 from twinpool.client import AsyncClient
 from twinpool.v1 import router_pb2 as v1
-from twinpool.v1.router_pb2_grpc import RouterServicer, add_RouterServicer_to_server
+from twinpool.v1.router_pb2_grpc import RouterServicer, RouterStub, add_RouterServicer_to_server
 
 _TOKENS = 200  # of an answer
-_STEP_S = 0.02  # between two tokens of one
 _ROUNDS = 3
 
 
-async def _workers(router: str, prefill: int, decode: int) -> None:
+async def _workers(router: str, prefill: int, decode: int, step_s: float) -> None:
     """The other process: fake workers that stamp their tokens, until killed."""
-    quick = Speed(step_s=0.0, tokens_per_s=1e7, base_s=_STEP_S, each_s=0.0)
+    quick = Speed(step_s=0.0, tokens_per_s=1e7, base_s=step_s, each_s=0.0)
     for i in range(prefill):
         await FakePrefill(f"prefill-{i}", quick).start([router])
     for i in range(decode):
@@ -58,17 +60,18 @@ async def _workers(router: str, prefill: int, decode: int) -> None:
 class _Bare(RouterServicer):
     """What streaming costs before a router does anything: constant messages at the pace of the fake workers."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
         self._step = asyncio.Event()
 
     async def tick(self) -> None:
         while True:
-            await asyncio.sleep(_STEP_S)
+            await asyncio.sleep(self._step_s)
             step, self._step = self._step, asyncio.Event()
             step.set()
 
     async def GenerateStream(self, message: v1.GenerateRequest, context: Any) -> None:
-        delta = v1.ChoiceDelta(text="a", token_ids=[65])
+        delta = v1.ChoiceDelta(text="ab", token_ids=[300])
         chunk = v1.GenerateChunk(request_id="0" * 32, choices=[delta])
         for _ in range(message.sampling.max_tokens - 1):
             await self._step.wait()
@@ -79,9 +82,9 @@ class _Bare(RouterServicer):
         )
 
 
-async def _serve_bare(ready: Path) -> None:
+async def _serve_bare(ready: Path, step_s: float) -> None:
     """Another process: serves `_Bare` until killed."""
-    bare = _Bare()
+    bare = _Bare(step_s)
     server = grpc.aio.server()
     add_RouterServicer_to_server(bare, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -125,29 +128,46 @@ def _router(folder: Path, name: str) -> _Process:
     return _Process(command, ready)
 
 
-async def _stream(client: AsyncClient, until: float, pause_s: float, delays: list[float] | None) -> int:
-    """Answers, one after the other, until the time is up; how many tokens came. A probe notes each token's delay."""
-    count = 0
-    options: dict[str, Any] = {} if delays is None else {"logprobs": 0}
+async def _stream(start: Any, until: float, delays: list[float]) -> tuple[int, int]:
+    """Answers, one after the other, until the time is up; how many tokens came, and in how many messages."""
+    sampling = v1.Sampling(max_tokens=_TOKENS, ignore_eos=True)
+    question = v1.GenerateRequest(token_ids=v1.TokenIds(ids=[65] * 16), sampling=sampling)
+    tokens = messages = 0
     while time.monotonic() < until:
-        async with client.stream([65] * 16, max_tokens=_TOKENS, ignore_eos=True, **options) as stream:
-            async for chunk in stream:
-                now = time.monotonic()
-                count += len(chunk.token_ids)
-                if delays is not None:
-                    delays += [(now - each.logprob) % 1000 for each in chunk.logprobs if each.logprob]
-        await asyncio.sleep(pause_s)
-    return count
+        call = start(question, timeout=120)
+        while (chunk := await call.read()) is not grpc.aio.EOF:
+            for choice in chunk.choices:
+                tokens += len(choice.token_ids)
+                delays += [passed for each in choice.token_ids if (passed := since_s(each)) is not None]
+            messages += 1
+    return tokens, messages
 
 
-async def _load(server: _Process, streams: int, seconds: float, delays: list[float] | None) -> tuple[float, float]:
-    """Tokens a second, and tokens a CPU second of `server`, of `streams` streams; with a probe among them."""
-    async with AsyncClient(server.address, timeout_s=120) as client:
-        await _stream(client, time.monotonic() + _STEP_S, 0, None)  # connects, and ends the first answer
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Load:
+    """What came of some streams to one server."""
+
+    tokens_per_s: float
+    tokens_per_cpu_s: float
+    tokens_per_message: float
+    delays_s: list[float]
+
+
+async def _load(server: _Process, streams: int, seconds: float) -> _Load:
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        start = RouterStub(channel).GenerateStream
+        delays: list[float] = []
+        await _stream(start, time.monotonic() + 0.01, delays)  # connects, and ends the first answer
+        delays.clear()
         begin, cpu_s = time.monotonic(), server.cpu_s
-        work = [_stream(client, begin + seconds, 0, delays if i == 0 else None) for i in range(streams)]
-        tokens = sum(await asyncio.gather(*work))
-        return tokens / (time.monotonic() - begin), tokens / (server.cpu_s - cpu_s)
+        counts = await asyncio.gather(*(_stream(start, begin + seconds, delays) for _ in range(streams)))
+        tokens, messages = (sum(each) for each in zip(*counts, strict=True))
+        return _Load(
+            tokens_per_s=tokens / (time.monotonic() - begin),
+            tokens_per_cpu_s=tokens / (server.cpu_s - cpu_s),
+            tokens_per_message=tokens / messages,
+            delays_s=delays,
+        )
 
 
 async def _queue(router: _Process, requests: int, tokens: int) -> float:
@@ -167,38 +187,41 @@ async def _queue(router: _Process, requests: int, tokens: int) -> float:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    delays: list[float] = []
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         tokenizer_folder(folder)
         router = _router(folder, "router")
         stack.callback(router.close)
-        bare = _Process(["bench.router", "--bare", str(folder / "bare.ready")], folder / "bare.ready")
+        paced = ["--step-ms", str(args.step_ms)]
+        bare = _Process(["bench.router", "--bare", str(folder / "bare.ready"), *paced], folder / "bare.ready")
         stack.callback(bare.close)
-        workers = subprocess.Popen([sys.executable, "-m", "bench.router", "--workers-of", router.address])
+        command = [sys.executable, "-m", "bench.router", "--workers-of", router.address, *paced]
+        workers = subprocess.Popen(command)
         stack.callback(workers.wait)
         stack.callback(workers.kill)
         ours, most = [], []
         for _ in range(_ROUNDS):
-            ours.append(asyncio.run(_load(router, args.streams, args.seconds / _ROUNDS, None)))
-            most.append(asyncio.run(_load(bare, args.streams, args.seconds / _ROUNDS, None)))
-        rate, tokens_per_cpu_s = (float(np.median(figures)) for figures in zip(*ours, strict=True))
-        bare_tokens_per_cpu_s = float(np.median([figure for _, figure in most]))
-        half = asyncio.run(_load(router, max(1, args.streams // 2), args.seconds, delays))[0]
+            ours.append(asyncio.run(_load(router, args.streams, args.seconds / _ROUNDS)))
+            most.append(asyncio.run(_load(bare, args.streams, args.seconds / _ROUNDS)))
+        half = asyncio.run(_load(router, max(1, args.streams // 2), args.seconds))
         stack.close()
         idle = _router(folder, "idle")
         try:
             queued_bytes = asyncio.run(_queue(idle, args.queued, args.queued_tokens))
         finally:
             idle.close()
-    p50, p99 = (1000 * float(np.percentile(delays, q)) for q in (50, 99))
+    tokens_per_cpu_s = _median([each.tokens_per_cpu_s for each in ours])
+    bare_tokens_per_cpu_s = _median([each.tokens_per_cpu_s for each in most])
+    p50, p99 = (1000 * float(np.percentile(half.delays_s, q)) for q in (50, 99))
     return {
         "streams": args.streams,
-        "tokens_per_s": round(rate),
+        "step_ms": args.step_ms,
+        "tokens_per_s": round(_median([each.tokens_per_s for each in ours])),
         "tokens_per_cpu_s": round(tokens_per_cpu_s),
+        "tokens_per_message": round(_median([each.tokens_per_message for each in ours]), 2),
         "bare_tokens_per_cpu_s": round(bare_tokens_per_cpu_s),
         "of_bare": round(tokens_per_cpu_s / bare_tokens_per_cpu_s, 3),
-        "half_rate_tokens_per_s": round(half),
+        "half_rate_tokens_per_s": round(half.tokens_per_s),
         "added_latency_ms_p50": round(p50, 2),
         "added_latency_ms_p99": round(p99, 2),
         "queued_requests": args.queued,
@@ -207,9 +230,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _median(figures: Sequence[float]) -> float:
+    return float(np.median(figures))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.router", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--streams", type=int, default=64, help="concurrent streams (default 64)")
+    parser.add_argument("--step-ms", type=float, default=5.0, help="between two tokens of an answer (default 5)")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each of the two loads (default 15)")
     parser.add_argument("--queued", type=int, default=10000, help="requests that wait at once (default 10000)")
     parser.add_argument("--queued-tokens", type=int, default=1500, help="prompt tokens of each (default 1500)")
@@ -217,13 +245,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers-of", default="", metavar="ADDRESS", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.workers_of:
-        asyncio.run(_workers(args.workers_of, 2, 2))
+        asyncio.run(_workers(args.workers_of, 2, 2, args.step_ms / 1000))
         return 0
     if args.bare:
-        uvloop.run(_serve_bare(Path(args.bare)))
+        uvloop.run(_serve_bare(Path(args.bare), args.step_ms / 1000))
         return 0
-    if min(args.streams, args.queued, args.queued_tokens) < 1 or args.seconds <= 0:
-        parser.error("--streams, --seconds, --queued and --queued-tokens must be over 0")
+    if min(args.streams, args.queued, args.queued_tokens) < 1 or min(args.seconds, args.step_ms) <= 0:
+        parser.error("--streams, --step-ms, --seconds, --queued and --queued-tokens must be over 0")
     result = measure(args)
     for key, value in result.items():
         print(f"{key:>26}  {value}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from decode.request import FirstTokens, Output, Request, Reserved, Token
+from decode.request import Ended, FirstTokens, Output, Request, Reserved, Token
 from decode.worker import Worker
 from engine.sampling import Sampled
 from service.rate import Rate
@@ -20,6 +20,9 @@ from twinpool.v1 import worker_pb2 as pb
 from twinpool.v1.worker_pb2_grpc import DecodeServicer
 
 logger = logging.getLogger(__name__)
+
+
+Handles = dict[tuple[str, int], int]  # by request id and attempt; 0: the router gave none
 
 
 class RouterSession:
@@ -66,19 +69,21 @@ class DecodeServer(DecodeServicer):
 
     async def Session(self, commands: AsyncIterable[pb.DecodeCommand], context: Any) -> AsyncIterator[pb.DecodeEvents]:
         session = RouterSession(asyncio.get_running_loop())
-        reader = asyncio.create_task(self._obey(commands, session))
+        handles: Handles = {}
+        reader = asyncio.create_task(self._obey(commands, session, handles))
         reader.add_done_callback(lambda _: session.close())
         try:
             while outputs := await session.take():
-                yield pb.DecodeEvents(events=[_message(output) for output in outputs])
+                yield _message(outputs, handles)
         finally:
             self._worker.end_session(session)
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 
-    async def _obey(self, commands: AsyncIterable[pb.DecodeCommand], session: RouterSession) -> None:
+    async def _obey(self, commands: AsyncIterable[pb.DecodeCommand], session: RouterSession, handles: Handles) -> None:
         async for command in commands:
             if command.HasField("submit"):
+                handles[command.submit.request_id, command.submit.attempt] = command.submit.handle
                 self._worker.submit(self._request(command.submit), session)
             elif command.HasField("cancel"):
                 cancel = command.cancel
@@ -127,7 +132,29 @@ def _token(token: Sampled) -> pb.SampledToken:
     return token_to_proto(token.token_id, token.logprob, token.top, token.finish_reason)
 
 
-def _message(output: Output) -> pb.DecodeEvent:
+def _message(outputs: list[Output], handles: Handles) -> pb.DecodeEvents:
+    """Tokens of which there is nothing else to say go into the step, which routers read before the events."""
+    message = pb.DecodeEvents()
+    step, told = message.step, set()
+    for output in outputs:
+        key, event = (output.request_id, output.attempt), output.event
+        handle = handles.get(key, 0)
+        if handle and isinstance(event, Token) and _is_plain(event.token) and key not in told:
+            step.handles.append(handle + event.choice)
+            step.token_ids.append(event.token.token_id)
+            continue
+        told.add(key)
+        if isinstance(event, Ended):
+            handles.pop(key, None)
+        message.events.append(_event(output))
+    return message
+
+
+def _is_plain(token: Sampled) -> bool:
+    return token.logprob is None and not token.top and not token.finish_reason
+
+
+def _event(output: Output) -> pb.DecodeEvent:
     message = pb.DecodeEvent(request_id=output.request_id, attempt=output.attempt)
     event = output.event
     if isinstance(event, Reserved):

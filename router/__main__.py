@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 
 from router.config import RouterConfig
@@ -17,6 +18,8 @@ from service.serve import announce_ready, run
 
 logger = logging.getLogger(__name__)
 
+_GC_ALLOCATIONS = 20_000  # between two collections; a token makes about ten objects, and hardly ever a cycle
+
 
 async def _main(config: RouterConfig, stop: asyncio.Event) -> None:
     figures = metrics.new_registry()
@@ -28,6 +31,9 @@ async def _main(config: RouterConfig, stop: asyncio.Event) -> None:
         towards = registry.endpoints[0] if registry is not None else ""
         address = advertised(config.advertise, config.host, router.port, towards=towards)
         async with listed(registry, address):
+            gc.collect()
+            gc.freeze()  # what is there now stays: the collector need not look at it again and again
+            gc.set_threshold(_GC_ALLOCATIONS, 20, 20)
             announce_ready(address, http.port, config.ready_file)
             await stop.wait()
         await router.stop(config.drain)

@@ -6,7 +6,7 @@ It outlives the attempts that feed it, so detokenizer, stop strings and logprobs
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from router.detokenizer import Detokenizer, TokenBytes
 from router.stop import StopMatcher
@@ -15,11 +15,10 @@ from twinpool.errors import Internal
 from twinpool.sampling import FinishReason, SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """What is new of one choice. `tokens` are all tokens behind it, whether or not they show in `text` (yet)."""
 
-    index: int
+    choice: int  # its index
     text: str
     tokens: list[Token]
     finish_reason: FinishReason
@@ -34,7 +33,7 @@ class Choice:
         self._min_tokens = sampling.min_tokens
         self._vocab_size = len(vocabulary.own)
         self._detokenizer = Detokenizer(vocabulary, at_start=sampling.echo)
-        self._stops = StopMatcher(sampling.stop)
+        self._stops = StopMatcher(sampling.stop) if sampling.stop else None
         self._text: list[str] = []  # not yet taken
         self._tokens: list[Token] = []
 
@@ -64,24 +63,29 @@ class Choice:
         return len(tokens)
 
     def _accept(self, token: Token) -> None:
-        if token.token_id >= self._vocab_size or any(each >= self._vocab_size for each, _ in token.top):
-            raise Internal(f"token {token.token_id} came from a worker; the vocabulary ends at {self._vocab_size - 1}")
-        self.token_ids.append(token.token_id)
+        token_id, _, top, finish_reason = token
+        if token_id >= self._vocab_size or (top and any(each >= self._vocab_size for each, _ in top)):
+            raise Internal(f"token {token_id} came from a worker; the vocabulary ends at {self._vocab_size - 1}")
+        self.token_ids.append(token_id)
         self._tokens.append(token)
         # the token that ends the sequence is not part of its text
-        text = "" if token.finish_reason is FinishReason.STOP else self._detokenizer.push(token.token_id)
-        if token.finish_reason is not FinishReason.NONE:
+        text = "" if finish_reason is FinishReason.STOP else self._detokenizer.push(token_id)
+        if finish_reason is not FinishReason.NONE:
             text += self._detokenizer.finish()
-        stopped = False
-        if len(self.token_ids) > self._min_tokens:  # before, a stop string is text like any other
-            text, stopped = self._stops.push(text)
-        if stopped:
-            self.finish_reason = FinishReason.STOP
-        elif token.finish_reason is not FinishReason.NONE:
-            self.finish_reason = token.finish_reason
-            text += self._stops.flush()
+            self.finish_reason = finish_reason
+        if self._stops is not None:
+            text = self._before_stop(text, self._stops)
         if text:
             self._text.append(text)
+
+    def _before_stop(self, text: str, stops: StopMatcher) -> str:
+        """What may be shown of `text`, which is new; ends the choice where a stop string does."""
+        if len(self.token_ids) > self._min_tokens:  # before, a stop string is text like any other
+            text, stopped = stops.push(text)
+            if stopped:
+                self.finish_reason = FinishReason.STOP
+                return text
+        return text + stops.flush() if self.finished else text
 
     def take(self) -> Delta | None:
         """All that is new since the last call; None when nothing is."""

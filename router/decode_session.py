@@ -1,7 +1,8 @@
 """One decode worker: a single stream carries all requests of this router to it and their tokens back.
 
 1. the first submit opens the stream; commands wait in a queue that one task writes from, so their order is kept
-2. each message from the worker holds one step's events of many requests; each event goes to its request's listener
+2. each message from the worker holds one step's tokens of many requests, those that are nothing but a token as two
+   lists (wire: Step), and their other events; each goes to its request's listener
 3. when the stream ends, whatever the cause, every request on it is told at once that the worker is lost
 4. the next submit opens a new stream
 """
@@ -40,6 +41,9 @@ class DecodeSession:
         self._stub = worker_pb2_grpc.DecodeStub(channel)
         self._commands: asyncio.Queue[worker_pb2.DecodeCommand] = asyncio.Queue()
         self._listeners: dict[tuple[str, int], Listener] = {}
+        self._handles: dict[tuple[str, int], range] = {}  # of the choices of each
+        self._by_handle: dict[int, tuple[Listener, int]] = {}  # with the index of the choice
+        self._next_handle = 1
         self._stream: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -53,13 +57,20 @@ class DecodeSession:
         if self._stream is None:
             self._commands = asyncio.Queue()  # what an ended stream left unsent died with it
             self._stream = asyncio.ensure_future(self._run(self._commands))
-        self._listeners[job.request_id, job.attempt] = listener
-        self._commands.put_nowait(wire.decode_submit(job, timeout_s, local_prefill=local_prefill))
+        key = job.request_id, job.attempt
+        self._listeners[key] = listener
+        indices = range(job.first_choice, job.first_choice + job.sampling.n)
+        handle = self._next_handle
+        self._next_handle += indices.stop
+        self._handles[key] = range(handle + indices.start, handle + indices.stop)
+        for index in indices:
+            self._by_handle[handle + index] = (listener, index)
+        self._commands.put_nowait(wire.decode_submit(job, timeout_s, local_prefill=local_prefill, handle=handle))
 
     def cancel(self, request_id: str, attempt: int, choice: int | None = None) -> None:
         """Ends an attempt, or one choice of it. Idempotent; the listener of a cancelled attempt hears no more."""
         if choice is None:
-            known = self._listeners.pop((request_id, attempt), None) is not None
+            known = self._forget((request_id, attempt)) is not None
         else:
             known = (request_id, attempt) in self._listeners
         if known:
@@ -79,11 +90,12 @@ class DecodeSession:
         writer = asyncio.ensure_future(_write(call, commands))
         try:
             async for message in call:
+                self._step(message.step)
                 for event in message.events:
                     try:
                         self._dispatch(event)
                     except Exception as error:  # one request's events must not take the others down
-                        self._condemn(event, error)
+                        self._condemn(event.request_id, event.attempt, error)
             reason = "it ended the stream"
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
@@ -93,6 +105,20 @@ class DecodeSession:
             await asyncio.wait([writer])
             self._stream = None
             self._lose(WorkerLost(f"decode worker {self._worker_id} was lost: {reason}"))
+
+    def _step(self, step: worker_pb2.Step) -> None:
+        """The path of nearly every token."""
+        by_handle, plain = self._by_handle, wire.plain_token
+        for handle, token_id in zip(step.handles, step.token_ids, strict=False):
+            found = by_handle.get(handle)
+            if found is None:
+                continue  # cancelled here while the token was on its way
+            listener, choice = found
+            try:
+                listener.tokens(choice, (plain(token_id),))
+            except Exception as error:
+                request_id, attempt = next(key for key, each in self._handles.items() if handle in each)
+                self._condemn(request_id, attempt, error)
 
     def _dispatch(self, event: worker_pb2.DecodeEvent) -> None:
         key = (event.request_id, event.attempt)
@@ -107,20 +133,27 @@ class DecodeSession:
         elif kind == "first_tokens":
             listener.first_tokens(wire.first_tokens(event.first_tokens))
         elif kind == "ended":
-            del self._listeners[key]
+            self._forget(key)
             listener.ended(wire.decode_end(event.ended))
 
-    def _condemn(self, event: worker_pb2.DecodeEvent, error: Exception) -> None:
+    def _forget(self, key: tuple[str, int]) -> Listener | None:
+        for handle in self._handles.pop(key, ()):
+            del self._by_handle[handle]
+        return self._listeners.pop(key, None)
+
+    def _condemn(self, request_id: str, attempt: int, error: Exception) -> None:
         logger.error("bad event of a decode worker", exc_info=error, extra={"worker": self._worker_id})
-        listener = self._listeners.get((event.request_id, event.attempt))
-        self.cancel(event.request_id, event.attempt)
+        listener = self._listeners.get((request_id, attempt))
+        self.cancel(request_id, attempt)
         if listener is not None:
             listener.decode_lost(
                 Internal(f"decode worker {self._worker_id} sent an event that cannot be read: {error!r}")
             )
 
     def _lose(self, error: TwinpoolError) -> None:
-        listeners, self._listeners = list(self._listeners.values()), {}
+        listeners = list(self._listeners.values())
+        for known in (self._listeners, self._handles, self._by_handle):
+            known.clear()
         for listener in listeners:
             listener.decode_lost(error)
 

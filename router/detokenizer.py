@@ -51,23 +51,43 @@ class TokenBytes:
         for token_id, special in added.items():
             if special.special:
                 self.shown[token_id] = b""
+        self._texts: dict[int, str | None] = {}
+
+    def text(self, token_id: int) -> str | None:
+        """What the token adds to a text that ends with a whole character; None when its bytes are not whole ones."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            try:
+                text = self.shown[token_id].decode()
+            except UnicodeDecodeError:
+                text = None
+            self._texts[token_id] = text
+            return text
 
 
 class Detokenizer:
     """The text of one answer. `at_start`: nothing precedes it (an echoed prompt), as opposed to following a prompt."""
 
     def __init__(self, tokens: TokenBytes, *, at_start: bool = False) -> None:
-        self._shown = tokens.shown
+        self._tokens = tokens
         self._decoder = _utf8("replace")
+        self._pending = False  # part of a character
         self._strip = at_start and tokens.strips_start
 
     def push(self, token_id: int) -> str:
         """The characters that `token_id` completes; may be none."""
-        piece = self._shown[token_id]
+        if not self._pending and not self._strip:
+            text = self._tokens.text(token_id)
+            if text is not None:
+                return text
+        piece = self._tokens.shown[token_id]
         if self._strip and piece:
             self._strip = False
             piece = piece.removeprefix(b" ")
-        return self._decoder.decode(piece)
+        text = self._decoder.decode(piece)
+        self._pending = bool(self._decoder.getstate()[0])
+        return text
 
     def finish(self) -> str:
         """U+FFFD for what was left of an unfinished character, if any. No push may follow."""

@@ -7,6 +7,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from router.gaps import GapHistogram, Gaps
 from router.pools import Pool
 from router.sizing import PoolSize
 from service.metrics import REQUEST_SECONDS, SHARES, TOKEN_SECONDS, TOKENS
@@ -70,13 +71,10 @@ class RouterMetrics:
             buckets=TOKEN_SECONDS,
             registry=registry,
         )
-        self._itl = Histogram(
-            "twinpool_router_itl_seconds",
-            "Time between one token and the next of a choice.",
-            ["sla_class"],
-            buckets=TOKEN_SECONDS,
-            registry=registry,
+        self._itl = GapHistogram(
+            "twinpool_router_itl_seconds", "Time between one token and the next of a choice.", TOKEN_SECONDS
         )
+        registry.register(self._itl)
         self.duration = Histogram(
             "twinpool_router_request_seconds",
             "From arrival to the end, of finished requests.",
@@ -126,15 +124,10 @@ class RouterMetrics:
             "1 while a pool is empty and the other one serves whole answers, else 0.",
             registry=registry,
         )
-        self._itl_of_class: dict[str, Histogram] = {}
 
-    def itl(self, sla_class: str, seconds: float, count: int) -> None:
-        """`count` tokens came, `seconds` apart each. On the path of every token, hence the cached label lookup."""
-        histogram = self._itl_of_class.get(sla_class)
-        if histogram is None:
-            histogram = self._itl_of_class[sla_class] = self._itl.labels(sla_class)
-        for _ in range(count):
-            histogram.observe(seconds)
+    def gaps(self, sla_class: str) -> Gaps:
+        """Where times between tokens of requests of that class are added."""
+        return self._itl.of(sla_class)
 
     def watch_sizes(self, sizes: Mapping[Pool, PoolSize]) -> None:
         for pool in Pool:

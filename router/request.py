@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from router.admission import Admission
@@ -53,7 +53,7 @@ class Usage:
 
 
 class Request:
-    """Runs from `start` to `close`; `deltas` and `finish` are the two ways to take its answer."""
+    """Runs from `start` to `close`; `listen` and `finish` are the two ways to its answer."""
 
     def __init__(
         self,
@@ -83,34 +83,29 @@ class Request:
         self._cached_tokens: int | None = None  # of the first prefill, the one that saw the bare prompt
         self._avoid: set[str] = set()
         self._last_token_at: list[float | None] = [None] * ask.sampling.n
-        self._changed = asyncio.Event()
+        self._gaps = metrics.gaps(ask.sla.name)
+        self._on_news: Callable[[], None] | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._task = asyncio.ensure_future(self._run())
-        self._task.add_done_callback(lambda _: self._changed.set())
 
-    async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """What is new, as soon as there is anything; what a slow client has not taken yet is merged.
-
-        Raises the error that ended the request, after everything that came before it.
-        """
+    def listen(self, on_tokens: Callable[[], None], on_end: Callable[[], None]) -> None:
+        """Calls `on_tokens` when there is something to `take`, at once if there is already, and `on_end` once."""
         assert self._task is not None, "not started"
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            done = self._task.done()
-            if fresh := [delta for choice in self.choices if (delta := choice.take()) is not None]:
-                yield fresh
-            if done:
-                break
-        await self._task
+        self._on_news = on_tokens
+        on_tokens()
+        self._task.add_done_callback(lambda _: on_end())
+
+    def take(self) -> list[Delta]:
+        """What is new since the last call, of every choice."""
+        return [delta for choice in self.choices if (delta := choice.take()) is not None]
 
     async def finish(self) -> list[Delta]:
         """The whole answer at once, one delta per choice. Raises the error that ended the request."""
         assert self._task is not None, "not started"
         await asyncio.shield(self._task)  # `close` is what cancels it
-        return [delta for choice in self.choices if (delta := choice.take()) is not None]
+        return self.take()
 
     async def close(self) -> None:
         """Cancels what still runs, on both workers, and settles the outcome. Idempotent."""
@@ -284,11 +279,12 @@ class Request:
         now, ask = time.monotonic(), self.ask
         last = self._last_token_at[choice.index]
         if last is not None:
-            self._metrics.itl(ask.sla.name, (now - last) / count, count)
+            self._gaps.add((now - last) / count, count)
         elif self.timeline.last_token_at is None:
             self._metrics.ttft.labels(ask.sla.name, ask.input_class).observe(now - ask.arrived_at)
         self._last_token_at[choice.index] = self.timeline.last_token_at = now
-        self._changed.set()
+        if self._on_news is not None:
+            self._on_news()
 
     def _progress(self) -> str:
         if self.timeline.placed_at is None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from router.choice import Delta
+from router.chunks import Chunks, ChunkStream, Write
 from router.classifier import tenant_of
 from router.decisions import Decision, figures
 from router.front_door import FrontDoor, Question
@@ -24,6 +25,7 @@ from twinpool.v1.router_pb2_grpc import RouterServicer
 class RouterServer(RouterServicer):
     def __init__(self, front_door: FrontDoor) -> None:
         self._front_door = front_door
+        self._chunks = Chunks()
 
     async def Generate(self, message: v1.GenerateRequest, context: Any) -> v1.GenerateResponse:
         async with self._front_door.open(_question(message, context)) as request:
@@ -40,13 +42,15 @@ class RouterServer(RouterServicer):
     async def GenerateStream(self, message: v1.GenerateRequest, context: Any) -> None:
         # Writes rather than yields: a client that goes away then cancels this very coroutine, wherever it waits.
         async with self._front_door.open(_question(message, context)) as request:
-            request_id = request.ask.request_id
-            async for deltas in request.deltas():
-                logprobs = _Logprobs(request)
-                choices = [_choice_delta(delta, logprobs) for delta in deltas]
-                await context.write(v1.GenerateChunk(request_id=request_id, choices=choices))
+            stream = ChunkStream(self._chunks, request.take, _writer(request, context.write))
+            request.listen(stream.news, stream.end)
+            try:
+                await stream.sent()
+            finally:
+                stream.close()
+            await request.finish()  # raises what ended it
             await context.write(
-                v1.GenerateChunk(request_id=request_id, usage=_usage(request), timeline=_timeline(request))
+                v1.GenerateChunk(request_id=request.ask.request_id, usage=_usage(request), timeline=_timeline(request))
             )
 
     async def Tokenize(self, message: v1.TokenizeRequest, context: Any) -> v1.TokenizeResponse:
@@ -126,7 +130,7 @@ def _messages(chat: v1.Chat) -> list[dict[str, str]]:
 
 def _choice(delta: Delta, logprobs: _Logprobs) -> v1.Choice:
     return v1.Choice(
-        index=delta.index,
+        index=delta.choice,
         text=delta.text,
         token_ids=[token.token_id for token in delta.tokens],
         logprobs=logprobs.of(delta.tokens),
@@ -134,14 +138,33 @@ def _choice(delta: Delta, logprobs: _Logprobs) -> v1.Choice:
     )
 
 
-def _choice_delta(delta: Delta, logprobs: _Logprobs) -> v1.ChoiceDelta:
-    return v1.ChoiceDelta(
-        index=delta.index,
-        text=delta.text,
-        token_ids=[token.token_id for token in delta.tokens],
-        logprobs=logprobs.of(delta.tokens),
-        finish_reason=delta.finish_reason,  # type: ignore[arg-type]  # the enum's numbers are FinishReason's
-    )
+def _writer(request: Request, write: Callable[[v1.GenerateChunk], Coroutine[Any, Any, None]]) -> Write:
+    chunk = v1.GenerateChunk(request_id=request.ask.request_id)
+    choices, wants_logprobs = chunk.choices, request.ask.sampling.logprobs is not None
+
+    def start(deltas: list[Delta]) -> Coroutine[Any, Any, None]:
+        # One message for all chunks: `write` turns it into bytes before it waits, and the next starts after that.
+        del choices[:]
+        logprobs = _Logprobs(request) if wants_logprobs else None
+        for delta in deltas:
+            _fill(choices.add(), delta, logprobs)
+        return write(chunk)
+
+    return start
+
+
+def _fill(message: v1.ChoiceDelta, delta: Delta, logprobs: _Logprobs | None) -> None:
+    """On the path of every token: fields at their default are left alone."""
+    index, text, tokens, finish_reason = delta
+    if index:
+        message.index = index
+    if text:
+        message.text = text
+    message.token_ids.extend([token[0] for token in tokens])
+    if logprobs is not None:
+        message.logprobs.extend(logprobs.of(tokens) or ())
+    if finish_reason:
+        message.finish_reason = finish_reason  # type: ignore[assignment]  # the enum's numbers are FinishReason's
 
 
 class _Logprobs:

@@ -102,6 +102,11 @@ def token(message: worker_pb2.SampledToken) -> Token:
     )
 
 
+def plain_token(token_id: int) -> Token:
+    """A token of which nothing else is known. On the path of every token, hence past NamedTuple's own constructor."""
+    return tuple.__new__(Token, (token_id, None, (), _NONE))
+
+
 def sampling_message(sampling: SamplingParams) -> router_pb2.Sampling:
     """All but the stop strings, which are the router's business."""
     return sampling_to_proto(replace(sampling, stop=()))
@@ -125,7 +130,9 @@ def prefill_request(job: Job, transfer_target: bytes, *, generate: bool = False)
     )
 
 
-def decode_submit(job: Job, timeout_s: float, *, local_prefill: bool = False) -> worker_pb2.DecodeCommand:
+def decode_submit(
+    job: Job, timeout_s: float, *, local_prefill: bool = False, handle: int = 0
+) -> worker_pb2.DecodeCommand:
     return worker_pb2.DecodeCommand(
         submit=worker_pb2.DecodeSubmit(
             request_id=job.request_id,
@@ -141,6 +148,7 @@ def decode_submit(job: Job, timeout_s: float, *, local_prefill: bool = False) ->
             max_batch=job.max_batch,
             local_prefill=local_prefill,
             probe=job.probe,
+            handle=handle,
         )
     )
 

@@ -292,6 +292,7 @@ class FakeDecode(Worker, DecodeServicer):
         self.submits: list[worker_pb2.DecodeSubmit] = []
         self.cancels: list[worker_pb2.DecodeCancel] = []
         self.open: dict[tuple[str, int], _Generation] = {}
+        self.handles: dict[tuple[str, int], int] = {}
 
     def service(self) -> Service:
         return Service(name="twinpool.v1.Decode", add=add_DecodeServicer_to_server, servicer=self, internal=True)
@@ -306,7 +307,7 @@ class FakeDecode(Worker, DecodeServicer):
                 events = [event]
                 while not out.empty() and (event := out.get_nowait()) is not None:
                     events.append(event)
-                await context.write(worker_pb2.DecodeEvents(events=events))
+                await context.write(self._message(events))
                 if event is None:
                     break
         finally:
@@ -316,6 +317,22 @@ class FakeDecode(Worker, DecodeServicer):
                     generation.task.cancel()
             await asyncio.gather(reader, *(g.task for g in mine if g.task), return_exceptions=True)
 
+    def _message(self, events: list[worker_pb2.DecodeEvent]) -> worker_pb2.DecodeEvents:
+        """Tokens of which nothing else is said go into the step, as far as no event of their request stands before."""
+        message = worker_pb2.DecodeEvents()
+        told = set()
+        for event in events:
+            key, tokens = (event.request_id, event.attempt), event.tokens.tokens
+            plain = all(not (token.logprob or token.top or token.finish_reason) for token in tokens)
+            handle = self.handles.get(key, 0)
+            if tokens and plain and handle and key not in told:
+                message.step.handles.extend([handle + event.tokens.choice] * len(tokens))
+                message.step.token_ids.extend(token.token_id for token in tokens)
+            else:
+                told.add(key)
+                message.events.append(event)
+        return message
+
     async def _obey(self, commands: AsyncIterator[worker_pb2.DecodeCommand], out: Any, mine: list[_Generation]) -> None:
         async for command in commands:
             if command.HasField("submit"):
@@ -324,7 +341,7 @@ class FakeDecode(Worker, DecodeServicer):
                 assert key not in self.open, f"submitted twice: {key}"
                 probe = command.submit.probe
                 (self.probes if probe else self.submits).append(command.submit)
-                self.open[key] = generation
+                self.open[key], self.handles[key] = generation, command.submit.handle
                 fault = self.next_fault(self.probe_faults if probe else self.faults)
                 generation.task = asyncio.create_task(self._generate(generation, out, fault))
                 generation.task.add_done_callback(lambda _, key=key: self.open.pop(key))

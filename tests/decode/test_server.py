@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,12 +36,15 @@ class Router:
         self.call = stub.Session()
         self.prompts: dict[str, tuple[list[int], SamplingParams]] = {}
         self.tokens: dict[str, list[int]] = {}
+        self.handles: dict[int, str] = {}
+        self.in_steps: dict[str, int] = {}  # tokens that came without an event
         self.ended: dict[str, pb.DecodeEnded] = {}
         self.most_requests_in_a_message = 0
 
     async def submit(self, name: str, prompt: list[int], params: SamplingParams, **fields: Any) -> None:
         self.prompts[name] = (prompt, params)
         fields = {"request_id": name, "attempt": 1, "num_prompt_tokens": len(prompt), "timeout_ms": 20_000, **fields}
+        self.handles[fields.get("handle", 0)] = name
         submit = pb.DecodeSubmit(token_ids=prompt, sampling=sampling_to_proto(params), **fields)
         await self.call.write(pb.DecodeCommand(submit=submit))
 
@@ -53,6 +57,10 @@ class Router:
         self.most_requests_in_a_message = max(
             self.most_requests_in_a_message, len({event.request_id for event in message.events})
         )
+        for handle, token_id in zip(message.step.handles, message.step.token_ids, strict=True):
+            name = self.handles[handle]
+            self.in_steps[name] = self.in_steps.get(name, 0) + 1
+            self.tokens.setdefault(name, []).append(token_id)
         for event in message.events:
             kind, name = event.WhichOneof("event"), event.request_id
             if kind == "reserved":
@@ -101,6 +109,19 @@ async def connect(engine: Callable[..., Engine]) -> AsyncIterator[Callable[[], R
     await asyncio.to_thread(pair.assert_baseline)
     await serving.stop(grace_s=0)
     pair.close()
+
+
+async def test_tokens_with_nothing_else_to_say_travel_as_two_numbers(
+    connect: Callable[[], Router], oracle: Engine
+) -> None:
+    router = connect()
+    await router.submit("plain", prompt_of(20), greedy(12), handle=100)
+    await router.submit("logprobs", prompt_of(21), replace(greedy(12), logprobs=1), handle=200)
+    await router.submit("no-handle", prompt_of(22), greedy(12))
+    await router.read_until_ended("plain", "logprobs", "no-handle")
+    for name, (prompt, params) in router.prompts.items():
+        assert router.tokens[name] == alone(oracle, prompt, params), name
+    assert router.in_steps == {"plain": 10}  # of 12, without the first, which came with the prompt, and the last
 
 
 async def test_one_stream_carries_many_requests(connect: Callable[[], Router], oracle: Engine) -> None:

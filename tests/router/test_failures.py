@@ -382,6 +382,6 @@ async def test_a_receiver_that_refuses_corrupt_rows_is_not_to_blame(api: Api, fa
     decode.faults += [Fault.TRANSFER_FAILED] * 3  # with ChecksumMismatch
     with pytest.raises(errors.TransferFailed):
         await api.generate(PROMPT, max_tokens=9)
-    states = {worker.info.worker_id: worker.state.name for worker in api.router.registry}
-    assert states == {"p0": "SUSPECT", "d0": "READY"}
+    suspicions = {worker.info.worker_id: worker.suspicion for worker in api.router.registry}
+    assert suspicions == {"p0": 1.0, "d0": 0.0}
     assert list((await api.generate(PROMPT, max_tokens=9)).choices[0].token_ids) == answer(PROMPT, 9)

@@ -171,7 +171,7 @@ class DecodeCommand(_message.Message):
     def __init__(self, submit: _Optional[_Union[DecodeSubmit, _Mapping]] = ..., cancel: _Optional[_Union[DecodeCancel, _Mapping]] = ...) -> None: ...
 
 class DecodeSubmit(_message.Message):
-    __slots__ = ("request_id", "attempt", "token_ids", "num_prompt_tokens", "sampling", "first_choice", "timeout_ms", "tpot_target_ms", "sla_class", "priority", "max_batch", "local_prefill", "probe")
+    __slots__ = ("request_id", "attempt", "token_ids", "num_prompt_tokens", "sampling", "first_choice", "timeout_ms", "tpot_target_ms", "sla_class", "priority", "max_batch", "local_prefill", "probe", "handle")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -185,6 +185,7 @@ class DecodeSubmit(_message.Message):
     MAX_BATCH_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -198,7 +199,8 @@ class DecodeSubmit(_message.Message):
     max_batch: int
     local_prefill: bool
     probe: bool
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_router_pb2.Sampling, _Mapping]] = ..., first_choice: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., tpot_target_ms: _Optional[float] = ..., sla_class: _Optional[str] = ..., priority: _Optional[int] = ..., max_batch: _Optional[int] = ..., local_prefill: _Optional[bool] = ..., probe: _Optional[bool] = ...) -> None: ...
+    handle: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_router_pb2.Sampling, _Mapping]] = ..., first_choice: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., tpot_target_ms: _Optional[float] = ..., sla_class: _Optional[str] = ..., priority: _Optional[int] = ..., max_batch: _Optional[int] = ..., local_prefill: _Optional[bool] = ..., probe: _Optional[bool] = ..., handle: _Optional[int] = ...) -> None: ...
 
 class DecodeCancel(_message.Message):
     __slots__ = ("request_id", "attempt", "choice")
@@ -211,10 +213,20 @@ class DecodeCancel(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ...) -> None: ...
 
 class DecodeEvents(_message.Message):
-    __slots__ = ("events",)
+    __slots__ = ("events", "step")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     events: _containers.RepeatedCompositeFieldContainer[DecodeEvent]
-    def __init__(self, events: _Optional[_Iterable[_Union[DecodeEvent, _Mapping]]] = ...) -> None: ...
+    step: Step
+    def __init__(self, events: _Optional[_Iterable[_Union[DecodeEvent, _Mapping]]] = ..., step: _Optional[_Union[Step, _Mapping]] = ...) -> None: ...
+
+class Step(_message.Message):
+    __slots__ = ("handles", "token_ids")
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    handles: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, handles: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
     __slots__ = ("request_id", "attempt", "reserved", "tokens", "ended", "first_tokens")
