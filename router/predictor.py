@@ -60,8 +60,9 @@ class _Models:
         if own is None or not own.known:
             return self._all.predict(features)
         recent = len(own) * float(0.5 ** ((self._clock() - self._seen_at[key]) / FORGET_S))
-        say = recent / (recent + TRUST_AFTER)
-        return say * own.predict(features) + (1 - say) * self._all.predict(features)
+        say = recent**2 / (recent**2 + TRUST_AFTER**2)
+        mine, others = own.predict(features), self._all.predict(features)
+        return float(mine**say * others ** (1 - say))  # between ratios, as errors count by them
 
 
 class Predictor:

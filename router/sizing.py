@@ -140,7 +140,7 @@ class Sizing:
         squared_cv = max(0.0, mean_square / mean_s**2 - 1) if mean_s else 0.0
         rate = self._rate()
         load = rate * mean_s + self._queued_s() / self._window_s
-        wanted = max(1, math.ceil(load / _BUSIEST - 1e-9))
+        wanted = max(1, math.ceil(load / _BUSIEST - 1e-3))
         reason = f"{rate:.3g} prompts/s of {1000 * mean_s:.3g} ms keep {load:.3g} workers busy"
         for name, share in self._shares(count).items():
             sla = self._classes[name]

@@ -135,7 +135,7 @@ async def test_what_is_missing_is_named() -> None:
 def predicting(pools: Registry, **limits: Any) -> Placement:
     chooser = placement(pools, policy="predict", **limits)
     for worker in pools:
-        for tokens in (10, 100, 400) * 6:
+        for tokens in (10, 100, 400) * 10:
             if worker.info.pool is Pool.PREFILL:
                 chooser.predictor.prefilled(worker.info.worker_id, tokens, 0, tokens * speed_of(worker.info.worker_id))
             else:
