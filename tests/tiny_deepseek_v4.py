@@ -7,7 +7,8 @@ random here, or an error in it would stay hidden.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,9 +74,15 @@ _RATIOS = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_co
 _FP32 = ("hc_", "attn_sink", ".ape", "gate.bias", "norm.weight")
 
 
-def random_weights(config: Mapping[str, Any], seed: int) -> dict[str, torch.Tensor]:
-    """Tensors under DeepSeek's names, on a fixed seed, in the config's torch_dtype; what is published in fp32 is."""
+def random_weights(
+    config: Mapping[str, Any], seed: int, draw: Callable[[tuple[int, ...]], torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """Tensors under DeepSeek's names, on a fixed seed, in the config's torch_dtype; what is published in fp32 is.
+
+    draw: fp32 of a shape, about normal, where fresh numbers for all would take too long.
+    """
     generator = torch.Generator().manual_seed(seed)
+    draw = draw or partial(torch.randn, generator=generator)
     hidden, heads, dim = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
     q_rank, groups, o_rank = config["q_lora_rank"], config["o_groups"], config["o_lora_rank"]
     streams, inner, experts = config["hc_mult"], config["moe_intermediate_size"], config["n_routed_experts"]
@@ -88,7 +95,7 @@ def random_weights(config: Mapping[str, Any], seed: int) -> dict[str, torch.Tens
     def normal(name: str, *shape: int, std: float, mean: float = 0.0) -> None:
         fp32 = any(part in name for part in _FP32)
         dtype = torch.float32 if fp32 else getattr(torch, config["torch_dtype"])
-        weights[name] = (torch.randn(shape, generator=generator) * std + mean).to(dtype)
+        weights[name] = (draw(shape) * std + mean).to(dtype)
 
     def linear(name: str, in_size: int, out_size: int, gain: float = 1.0) -> None:
         normal(f"{name}.weight", out_size, in_size, std=gain * in_size**-0.5)

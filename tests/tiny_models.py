@@ -9,6 +9,7 @@ trained model do: answers vary with the prompt and greedy choices are not near t
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests import tiny_deepseek_v4
+
+Weights = Callable[[dict[str, Any], int], dict[str, torch.Tensor]]  # of a config and a seed
 
 VOCAB_SIZE = 384
 MAX_CONTEXT = 2048
@@ -148,15 +151,18 @@ _ARCHITECTURES = {
 }
 
 
-def make(path: Path, kind: str = "llama", *, seed: int = 0, shards: int = 1, **overrides: Any) -> Path:
-    """Writes the model directory `path` and returns it. `overrides` go into config.json."""
+def make(
+    path: Path, kind: str = "llama", *, seed: int = 0, shards: int = 1, weights: Weights | None = None, **overrides: Any
+) -> Path:
+    """Writes the model directory `path` and returns it. `overrides` go into config.json; weights: in random_weights'
+    place."""
     path.mkdir(parents=True, exist_ok=True)
     config = _SIZES | KINDS[kind] | overrides
     config = {key: value for key, value in config.items() if value is not None or key == "q_lora_rank"}
     config = {"torch_dtype": "bfloat16", "architectures": [_ARCHITECTURES[config["model_type"]]]} | config
     _write_json(path / "config.json", config)
     _write_json(path / "generation_config.json", {"bos_token_id": 1, "eos_token_id": [2, 0], "do_sample": False})
-    _write_weights(path, random_weights(config, seed), shards)
+    _write_weights(path, (weights or random_weights)(config, seed), shards)
     _write_tokenizer(path)
     return path
 
