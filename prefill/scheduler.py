@@ -245,13 +245,15 @@ class Scheduler:
         return max(count, 0)
 
     def _boundary(self, sequence: Sequence, end: int) -> int:
-        """The end of the last block that a chunk up to `end` fills, of those that a later prompt could begin with.
+        """Where a chunk that could go up to `end` ends, so that a later prompt can begin with what is known there.
 
-        `end` itself where it fills none, for a step may be smaller than a block.
+        That is the end of the last block it fills: the prompt's own last one in any case, another only if that leaves
+        half of the chunk, for a step may hold little more than a block, or less.
         """
-        block_size = self._blocks.block_size
+        block_size, begin = self._blocks.block_size, sequence.num_computed
         boundary = min(end, sequence.num_tokens - 1) // block_size * block_size
-        return boundary if boundary > sequence.num_computed else end
+        is_last = boundary + block_size >= sequence.num_tokens
+        return boundary if boundary > begin and (is_last or 2 * (boundary - begin) >= end - begin) else end
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._blocks.block_size)

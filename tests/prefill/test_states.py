@@ -50,6 +50,7 @@ class Desk:
         (100, 40, [(0, 32), (32, 64), (64, 96), (96, 100)]),
         (40, 20, [(0, 16), (16, 32), (32, 40)]),
         (40, 10, [(0, 10), (10, 16), (16, 26), (26, 32), (32, 40)]),  # a step that is smaller than a block
+        (70, 14, [(0, 14), (14, 28), (28, 42), (42, 56), (56, 64), (64, 70)]),  # two tokens are no chunk
     ],
 )
 def test_chunks_end_where_a_later_prompt_could_begin(length: int, budget: int, chunks: list[tuple[int, int]]) -> None:
