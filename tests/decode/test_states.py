@@ -16,13 +16,14 @@ import pytest
 from decode.request import Ended, Reason, Reserved, Token
 from engine.engine import Engine
 from engine.state_pool import StatePool
+from kvtransfer import transports
 from prefill.request import Finished, FirstTokens, NextToken
 from prefill.request import Request as PrefillRequest
 from tests import stateful
 from tests.decode.pair import TIMEOUT_S, Pair, alone, greedy, open_pair
 from tests.decode.test_split_pools import prompt_of, prompts
 from tests.fakes import Faults
-from twinpool.errors import ChecksumMismatch, Incompatible, InvalidRequest, PeerLost
+from twinpool.errors import ChecksumMismatch, ConfigError, Incompatible, InvalidRequest, PeerLost
 from twinpool.sampling import SamplingParams
 
 EngineFactory = Callable[..., Engine]
@@ -70,6 +71,17 @@ def test_answers_of_prompts_of_every_length_are_those_of_the_definition(engine: 
             assert call.token_ids() == stateful.answer(call.prompt, 12), len(call.prompt)
             assert call.transferred is not None
             assert call.transferred.rows == 2 * -(-len(call.prompt) // BLOCK) + 2
+
+
+@pytest.mark.parametrize("transport", ["collective", "mooncake+tcp", "nixl+tcp"])
+def test_every_transport_carries_states_as_it_carries_blocks(engine: EngineFactory, transport: str) -> None:
+    try:
+        transports.create(transport).close()
+    except ConfigError as error:
+        pytest.skip(error.message)
+    with open_pair(engine(), engine(), transport=transport) as pair:
+        for call in pair.generate([prompt_of(length) for length in (1, 15, 16, 17, 33, 50)], greedy(8)):
+            assert call.token_ids() == stateful.answer(call.prompt, 8)
 
 
 @pytest.mark.parametrize("budget", [16, 24, 50])
