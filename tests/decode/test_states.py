@@ -20,7 +20,7 @@ from kvtransfer import transports
 from prefill.request import Finished, FirstTokens, NextToken
 from prefill.request import Request as PrefillRequest
 from tests import stateful
-from tests.decode.pair import TIMEOUT_S, Pair, alone, greedy, open_pair
+from tests.decode.pair import TIMEOUT_S, Call, Pair, alone, greedy, open_pair
 from tests.decode.test_split_pools import prompt_of, prompts
 from tests.fakes import Faults
 from twinpool.errors import ChecksumMismatch, ConfigError, Incompatible, InvalidRequest, PeerLost
@@ -347,6 +347,43 @@ def test_blocks_of_another_size_are_refused_with_the_reason(engine: EngineFactor
         assert call.prefill_end is not None
         assert isinstance(call.prefill_end.error, Incompatible)
         assert "the block size" in call.prefill_end.error.message
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_all_of_it_at_once(engine: EngineFactory, transport: str, count: int) -> None:
+    """Prefixes, choices, local prefill, preemption, cancels, broken transfers: what comes is right, however little."""
+    draw, bases = random.Random(count), [prompt_of(120, seed) for seed in range(3)]
+    faults = Faults(corrupt_every=97)
+    expected: dict[tuple[int, ...], list[int]] = {}
+    small = {"prefill": engine(rows=60, states=6), "decode": engine(rows=26, states=7)}
+    with open_pair(*small.values(), token_budget=48, swap_rows=20, transport=transport, faults=faults) as pair:
+        live: dict[Call, int] = {}
+        left = count
+        while left or live:
+            while left and len(live) < 14:
+                left -= 1
+                prompt = draw.choice(bases)[: draw.randrange(1, 110)] + prompt_of(draw.randrange(8), draw.randrange(4))
+                options = {"local_prefill": draw.random() < 0.2, "priority": draw.choice([-1, 0, 0, 1])}
+                call = pair.call(prompt, greedy(draw.randrange(1, 40), n=draw.choice([1, 1, 2, 3])), **options)
+                live[call] = draw.randrange(60) if draw.random() < 0.2 else 1 << 30  # events until it is cancelled
+            for call in [each for each in live if each.open and not each.events.empty()]:
+                call.step()
+                live[call] -= 1
+                if not live[call]:
+                    call.cancel()
+            for call in [each for each in live if not each.open]:
+                del live[call]
+                key = tuple(call.prompt)
+                right = expected[key] = expected.get(key) or stateful.answer(call.prompt, 40)
+                for tokens in (call.token_ids(choice) for choice in call.outputs):
+                    assert tokens == right[: len(tokens)]
+                    if call.ended is not None and call.ended.reason is Reason.FINISHED:
+                        assert len(tokens) == call.params.max_tokens
+            time.sleep(0.0002)
+        for name in ("restores", "local_prefill_tokens", "transfer_failures"):
+            assert count < 1000 or pair.sample(f"twinpool_decode_{name}_total") > 0, name
+        assert pair.sample("twinpool_prefill_cached_tokens_total") > 0
 
 
 def test_an_ended_request_is_ended_once(pair: Pair) -> None:
