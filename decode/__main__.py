@@ -13,12 +13,13 @@ import twinpool
 from decode.config import DecodeConfig
 from decode.metrics import DecodeMetrics
 from decode.server import DecodeServer, decode_note
-from decode.worker import Worker, regions
+from decode.worker import Worker
 from engine.engine import Engine
 from engine.kv_cache import Allocate
 from engine.model_config import ModelConfig
 from engine.quantization import W8A16, choose_weights
 from kvtransfer import KvReceiver, cache_memory, transports
+from kvtransfer.cache_regions import regions
 from service import cores, log, metrics
 from service.address import advertised, check_free, split
 from service.config import load, run_main

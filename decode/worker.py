@@ -24,11 +24,10 @@ from decode.scheduler import Limits, Scheduler
 from decode.swap import SwapArea
 from engine.batch import Batch, BatchItem
 from engine.engine import Engine
-from engine.kv_cache import KvCache
 from engine.prompt import first_tokens, own_logprobs
-from engine.region_shape import BlockParts
 from engine.sampling import Sampled, SampleRow
-from kvtransfer import Commit, KvReceiver, Plane, Region, Reservation, RowLayout
+from kvtransfer import Commit, KvReceiver, Reservation
+from kvtransfer.cache_regions import BLOCKS, STATES
 from service.inbox import Inbox
 from twinpool.errors import Internal, TransferFailed, Unavailable
 
@@ -36,26 +35,6 @@ logger = logging.getLogger(__name__)
 
 IDLE_S = 0.5  # longest sleep of the device thread without a command
 WAITING_S = 0.05  # the same while requests wait for rows, which they may not do for ever
-GROUPS = {"block": "kv", "sequence": "state"}  # of regions, by what they have rows for
-
-
-def regions(cache: KvCache) -> list[Region]:
-    """The cache as kvtransfer sees it: what has a row a block is the group "kv", what has one a sequence "state"."""
-    return [
-        Region(
-            name=each.name,
-            group=GROUPS[each.per],
-            buffer=buffer.numpy().data,
-            row_bytes=each.row_bytes,
-            layout=None if each.parts is None else _row_layout(each.parts),
-        )
-        for each, buffer in zip(cache.regions, cache.buffers, strict=True)
-    ]
-
-
-def _row_layout(parts: BlockParts) -> RowLayout:
-    planes = tuple(Plane(item_bytes=size, is_shared=parts.is_shared) for size in parts.item_bytes)
-    return RowLayout(tokens=parts.tokens, num_heads=parts.num_heads, planes=planes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,15 +224,15 @@ class Worker:
     def _reserve(self, generation: Generation, block_ids: list[int], timeout_s: float) -> Reservation:
         """Makes the prompt's rows a transfer target; what becomes of it comes back through the inbox."""
         request, regions = generation.request, self._engine.cache.regions
-        rows = {GROUPS["block"]: block_ids}
+        rows = {BLOCKS: block_ids}
         if generation.state is not None:
-            rows[GROUPS["sequence"]] = [generation.state]
+            rows[STATES] = [generation.state]
         is_cut = any(each.parts for each in regions)  # rows of blocks that can be made from a sender's of another size
         return self._receiver.reserve(
             request_id=request.request_id,
             attempt=request.attempt,
             rows=rows,
-            tokens={GROUPS["block"]: len(request.token_ids)} if is_cut else None,
+            tokens={BLOCKS: len(request.token_ids)} if is_cut else None,
             timeout_s=timeout_s,
             on_commit=lambda commit: self._inbox.put(partial(self._committed, generation, commit, time.monotonic())),
             on_failed=lambda error: self._inbox.put(partial(self._scheduler.transfer_failed, generation, error)),

@@ -210,6 +210,11 @@ class KvCache:
             for layer in range(layout.num_layers)
         ]
 
+    @property
+    def memory(self) -> list[memoryview]:
+        """Of each region, as plain bytes."""
+        return [buffer.numpy().data for buffer in self.buffers]
+
     def numbers(self, layer: int, per: Per) -> tuple[int, ...]:
         """Of the regions of that layer and kind, in `regions`."""
         return tuple(i for i, each in enumerate(self.regions) if each.layer == layer and each.per == per)

@@ -33,6 +33,7 @@ missing rows and aborts (TransferFailed), another model or cache (Incompatible),
 
     region.py, target.py        the nouns                    reservation*.py, receiver.py   decode's side
     layout.py, mapping.py       rows of one side made from the other's
+    cache_regions.py            a worker's cache as regions
     wire.py, handshake.py       frames; who may send them    push.py, outbound.py, sender.py   prefill's side
     digest.py, memory.py        row checksums; memory that  transports/   how bytes move: one file each
                                 can be shared                writers.py    who may still write: quarantine

@@ -14,10 +14,11 @@ from engine.engine import Engine
 from engine.model_config import ModelConfig
 from engine.quantization import W8A8, choose_weights
 from kvtransfer import KvSender, transports
+from kvtransfer.cache_regions import regions
 from prefill.config import PrefillConfig
 from prefill.metrics import PrefillMetrics
 from prefill.server import PrefillServer, encode_note
-from prefill.worker import Worker, regions
+from prefill.worker import Worker
 from service import cores, log, metrics
 from service.address import advertised, check_free
 from service.config import load, run_main

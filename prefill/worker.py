@@ -29,11 +29,9 @@ import torch
 
 from engine.batch import Batch, BatchItem
 from engine.engine import Engine
-from engine.kv_cache import KvCache
 from engine.prompt import first_tokens, own_logprobs
-from engine.region_shape import BlockParts
 from engine.sampling import Sampled
-from kvtransfer import KvSender, Plane, Push, PushResult, Region, RowLayout
+from kvtransfer import KvSender, Push, PushResult
 from prefill.metrics import PrefillMetrics
 from prefill.request import Chunk, Event, Finished, FirstTokens, NextToken, Request, Sequence, Transferred
 from prefill.scheduler import BatchLimits, Scheduler
@@ -49,26 +47,6 @@ PINNED_POLL_S = 0.002  # the same while an aborted push still reads rows
 RETRY_AFTER_S = 1.0
 PREFIXES_S = 0.25
 MOST_PREFIXES = 4096  # blocks that routers are told of
-GROUPS = {"block": "kv", "sequence": "state"}  # of regions, by what they have rows for
-
-
-def regions(cache: KvCache) -> list[Region]:
-    """The cache as kvtransfer sees it: what has a row a block is the group "kv", what has one a sequence "state"."""
-    return [
-        Region(
-            name=each.name,
-            group=GROUPS[each.per],
-            buffer=buffer.numpy().data,
-            row_bytes=each.row_bytes,
-            layout=None if each.parts is None else _row_layout(each.parts),
-        )
-        for each, buffer in zip(cache.regions, cache.buffers, strict=True)
-    ]
-
-
-def _row_layout(parts: BlockParts) -> RowLayout:
-    planes = tuple(Plane(item_bytes=size, is_shared=parts.is_shared) for size in parts.item_bytes)
-    return RowLayout(tokens=parts.tokens, num_heads=parts.num_heads, planes=planes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

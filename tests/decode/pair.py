@@ -30,6 +30,7 @@ from engine.kv_cache import KvCache
 from engine.sampling import Sampled, SampleRow
 from engine.state_pool import StatePool
 from kvtransfer import KvReceiver, KvSender, SharedMemory
+from kvtransfer.cache_regions import regions
 from prefill.metrics import PrefillMetrics
 from prefill.request import Finished, FirstTokens, Transferred
 from prefill.request import Request as PrefillRequest
@@ -206,7 +207,7 @@ class Pair:
         self.registry = CollectorRegistry()
         prefill_metrics, decode_metrics = PrefillMetrics(self.registry), DecodeMetrics(self.registry)
         self.receiver = KvReceiver(
-            decode.worker.regions(decode_engine.cache),
+            regions(decode_engine.cache),
             fingerprint=decode_engine.fingerprint,
             transport=transport,
             memory=self.memory,
@@ -215,7 +216,7 @@ class Pair:
         self.receiver.start()
         with injected(faults):
             self.sender = KvSender(
-                prefill.worker.regions(prefill_engine.cache),
+                regions(prefill_engine.cache),
                 fingerprint=prefill_engine.fingerprint,
                 transport=transport,
                 metrics=prefill_metrics.transfers,

@@ -15,10 +15,11 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from kvtransfer import KvSender
+from kvtransfer.cache_regions import regions
 from prefill.metrics import PrefillMetrics
 from prefill.scheduler import BatchLimits
 from prefill.server import PrefillServer, encode_note
-from prefill.worker import Worker, regions
+from prefill.worker import Worker
 from service.serve import Service, channel, serve
 from service.wire import sampling_to_proto
 from tests.decode.pair import alone, greedy, load_engine
