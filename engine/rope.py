@@ -124,3 +124,11 @@ _KINDS: dict[str, Callable[[RopeParams, int], tuple[torch.Tensor, float]]] = {
     "llama3": _llama3,
     "yarn": _yarn,
 }
+
+
+def halves_order(size: int, dim: int, rope_dim: int) -> torch.Tensor:
+    """Where `size` channels, heads of `dim` of which rope turns the last rope_dim in pairs side by side, go for rope
+    over halves: int64 [size], the channel that comes to each place."""
+    order = torch.arange(dim)
+    order[dim - rope_dim :] = dim - rope_dim + torch.arange(rope_dim).view(-1, 2).T.flatten()
+    return (torch.arange(0, size, dim).unsqueeze(1) + order).flatten()

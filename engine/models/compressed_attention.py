@@ -20,6 +20,7 @@ from engine.latent_cache import LatentView
 from engine.models.compressed_step import Entries, Step
 from engine.models.int8_weights import Projection, hadamard
 from engine.models.projections import Reader
+from engine.rope import halves_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +36,9 @@ class Compressor:
     eps: float
 
     def forward(self, x: torch.Tensor, entries: Entries, unfinished: Unfinished) -> torch.Tensor:
-        """x [T, hidden] normed: the entries that are whole now, fp32 [N, dim], turned; `unfinished` takes the rest."""
-        computed = self.ops.linear(x.float(), self.keys_gates).unflatten(1, (2, -1))
+        """x fp32 [T, hidden] normed: the entries that are whole now, fp32 [N, dim], turned; `unfinished` takes the
+        rest."""
+        computed = self.ops.linear(x, self.keys_gates).unflatten(1, (2, -1))
         made = torch.empty(0, len(self.norm))
         if len(entries.slots):
             made = self._entries(computed, entries, unfinished)
@@ -84,11 +86,11 @@ class Indexer:
     turning: Any  # a linear that spreads every element over all, for int8 entries; None for others
 
     def forward(self, x: torch.Tensor, reduced_q: torch.Tensor, step: Step, view: CompressedView) -> torch.Tensor:
-        """x [T, hidden] normed, reduced_q [T, q_rank] -> int32 [T, k]: entries, then -1."""
+        """x fp32 [T, hidden] normed, reduced_q [T, q_rank] -> int32 [T, k]: entries, then -1."""
         assert view.index is not None
         assert view.index_unfinished is not None
         ops, entries = self.ops, step.entries[SPARSE]
-        made = self.compressor.forward(x, entries, view.index_unfinished).to(x.dtype)
+        made = self.compressor.forward(x, entries, view.index_unfinished).to(reduced_q.dtype)
         q = ops.linear(reduced_q, self.q_b).view(len(x), self.num_heads, -1)
         _turn(ops, q, self.rope_dim, *step.turned)
         if self.turning is not None:
@@ -97,7 +99,7 @@ class Indexer:
             ops.store_latents(made, made[:, :0], view.index, entries.slots)
         return ops.lightning_indexer(
             q,
-            ops.linear(x.float(), self.weights),
+            ops.linear(x, self.weights),
             view.index,
             step.batch.block_tables,
             step.batch.query_start,
@@ -148,12 +150,13 @@ class CompressedAttention:
             assert view.entries is not None
             assert view.unfinished is not None
             entries = step.entries[self.kind]
-            made = self.compressor.forward(x, entries, view.unfinished).to(x.dtype)
+            precise = x.float()
+            made = self.compressor.forward(precise, entries, view.unfinished).to(x.dtype)
             if len(made):
                 ops.store_latents(*_split(made, rope_dim), view.entries, entries.slots)
             slots = entries.all_slots
             if self.indexer is not None:
-                chosen = self.indexer.forward(x, reduced_q, step, view)
+                chosen = self.indexer.forward(precise, reduced_q, step, view)
                 slots = _slots(chosen, step, view.entries.block_size)
         stored()
         attended = ops.sparse_attn_sharedkv(
@@ -194,7 +197,7 @@ def read_compressed_attention(
     q_b = _halves(reader.projection(f"{name}.q_b_proj", queries, q_rank), dim, rope_dim)
     out = reader.checkpoint.take(
         f"{name}.o_a_proj.weight", (groups * compressed.output_rank, queries // groups), reader.dtype
-    )[:, _order(queries // groups, dim, rope_dim)]
+    )[:, halves_order(queries // groups, dim, rope_dim)]
     compressor = indexer = None
     if kind != WINDOW:
         compressor = _read_compressor(reader, f"{name}.compressor", input_norm, kind, dim)
@@ -211,7 +214,7 @@ def read_compressed_attention(
         q_b=reader.pack(q_b),
         q_norm=torch.ones(dim, dtype=reader.dtype),
         kv=reader.pack(kv),
-        kv_norm=reader.norm(f"{name}.kv_norm", dim)[_order(dim, dim, rope_dim)],
+        kv_norm=reader.norm(f"{name}.kv_norm", dim)[halves_order(dim, dim, rope_dim)],
         sinks=reader.checkpoint.take(f"{name}.sinks", (heads,), torch.float32),
         compressor=compressor,
         indexer=indexer,
@@ -240,8 +243,8 @@ def _read_compressor(reader: Reader, name: str, input_norm: torch.Tensor, kind: 
         overlaps=kind == SPARSE,
         rope_dim=rope_dim,
         keys_gates=reader.ops.pack_linear(torch.cat((keys[0], gates[0])), None),
-        bias=bias[:, _order(width, dim, rope_dim)],
-        norm=norm[_order(dim, dim, rope_dim)],
+        bias=bias[:, halves_order(width, dim, rope_dim)],
+        norm=norm[halves_order(dim, dim, rope_dim)],
         eps=config.rms_norm_eps,
     )
 
@@ -268,16 +271,9 @@ def _read_indexer(reader: Reader, name: str, input_norm: torch.Tensor) -> Indexe
     )
 
 
-def _order(size: int, dim: int, rope_dim: int) -> torch.Tensor:
-    """Of `size` channels, heads of `dim`: those that rope turns, the last rope_dim of each, for rope over halves."""
-    order = torch.arange(dim)
-    order[dim - rope_dim :] = dim - rope_dim + torch.arange(rope_dim).view(-1, 2).T.flatten()
-    return (torch.arange(0, size, dim).unsqueeze(1) + order).flatten()
-
-
 def _halves(projection: Projection, dim: int, rope_dim: int) -> Projection:
     weight, bias = projection
-    return weight[_order(len(weight), dim, rope_dim)], bias
+    return weight[halves_order(len(weight), dim, rope_dim)], bias
 
 
 def _split(x: torch.Tensor, rope_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,6 +27,7 @@ from engine.latent_cache import LatentView
 from engine.latent_config import LatentConfig
 from engine.models.int8_weights import Projection
 from engine.models.projections import Reader
+from engine.rope import halves_order
 
 FORMS = ("absorbed", "plain")
 _NORM_EPS = 1e-6  # of the norms of latents, whatever the config says for the others
@@ -126,10 +127,10 @@ def read_latent_attention(
     hidden, heads, has_bias = config.hidden_size, config.num_heads, config.qkv_bias
     queries = heads * latent.qk_dim
     kv_a = reader.projection(f"{name}.kv_a_proj_with_mqa", latent.kv_rank + latent.rope_dim, hidden, has_bias)
-    kv_a = _halves(kv_a, 1, latent.kv_rank, latent)
+    kv_a = _halves(kv_a, latent.kv_rank, latent)
     q_a_norm = None
     if latent.q_rank is None:
-        q_b = _halves(reader.projection(f"{name}.q_proj", queries, hidden), heads, latent.nope_dim, latent)
+        q_b = _halves(reader.projection(f"{name}.q_proj", queries, hidden), latent.nope_dim, latent)
         q_b, kv_a, input_norm = reader.reading(input_norm, q_b, kv_a)
         q_a = None
     else:
@@ -137,7 +138,7 @@ def read_latent_attention(
         q_a, kv_a, input_norm = reader.reading(input_norm, q_a, kv_a)
         q_a, q_a_norm = reader.pack(q_a), reader.norm(f"{name}.q_a_layernorm", latent.q_rank)
         q_b = reader.projection(f"{name}.q_b_proj", queries, latent.q_rank)
-        q_b = _halves(q_b, heads, latent.nope_dim, latent)
+        q_b = _halves(q_b, latent.nope_dim, latent)
     kv_b, _ = reader.projection(f"{name}.kv_b_proj", heads * (latent.nope_dim + latent.v_dim), latent.kv_rank)
     up = kv_b.view(heads, -1, latent.kv_rank)
     key_up = value_up = None
@@ -167,12 +168,10 @@ def read_latent_attention(
     return attention, input_norm
 
 
-def _halves(projection: Projection, heads: int, before: int, latent: LatentConfig) -> Projection:
+def _halves(projection: Projection, before: int, latent: LatentConfig) -> Projection:
     """Orders the outputs that rope turns, which in each head follow `before` others, for rope over halves."""
     if not latent.interleaved:
         return projection
-    order = torch.arange(before + latent.rope_dim)
-    order[before:] = before + torch.arange(latent.rope_dim).view(-1, 2).T.flatten()
-    rows = (torch.arange(heads).unsqueeze(1) * len(order) + order).flatten()
     weight, bias = projection
+    rows = halves_order(len(weight), before + latent.rope_dim, latent.rope_dim)
     return weight[rows], None if bias is None else bias[rows]

@@ -35,6 +35,15 @@ class Connection:
         """streams [T, n, hidden] -> fp32 [T, outputs of fn]."""
         return self.ops.linear(self.ops.rms_norm(streams.flatten(1).float(), self.ones, self.norm_eps), self.fn)
 
+    def read(
+        self, streams: torch.Tensor, iterations: int, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What a block works on [T, hidden], and how `hc_post` writes back what it returns."""
+        mixed: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self.ops.hc_pre(
+            streams, self.mixes(streams), self.scale, self.base, iterations, eps
+        )
+        return mixed
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamLayer:
@@ -74,12 +83,10 @@ class StreamDecoder:
         mixing = (compressed.sinkhorn_iterations, compressed.streams_eps)
         for index, layer in enumerate(self.layers):
             stored = _nothing if on_layer is None else partial(on_layer, index)
-            connection = layer.attention_connection
-            x, post, comb = ops.hc_pre(streams, connection.mixes(streams), connection.scale, connection.base, *mixing)
+            x, post, comb = layer.attention_connection.read(streams, *mixing)
             x = layer.attention.forward(ops.rms_norm(x, layer.input_norm, eps), step, views[index], stored)
             streams = ops.hc_post(x, streams, post, comb)
-            connection = layer.mlp_connection
-            x, post, comb = ops.hc_pre(streams, connection.mixes(streams), connection.scale, connection.base, *mixing)
+            x, post, comb = layer.mlp_connection.read(streams, *mixing)
             x = layer.mlp.forward(ops.rms_norm(x, layer.post_norm, eps), batch.token_ids)
             streams = ops.hc_post(x, streams, post, comb)
         merge = self.merge
