@@ -16,8 +16,7 @@ from decode.server import DecodeServer, decode_note
 from decode.worker import Worker
 from engine.engine import Engine
 from engine.kv_cache import Allocate
-from engine.model_config import ModelConfig
-from engine.quantization import W8A16, choose_weights
+from engine.quantization import W8A16
 from kvtransfer import KvReceiver, cache_memory, transports
 from kvtransfer.cache_regions import regions
 from service import cores, log, metrics
@@ -123,17 +122,13 @@ async def _serve(config: DecodeConfig, stop: asyncio.Event) -> None:
 
 
 def _load(config: DecodeConfig, allocate: Allocate | None) -> Engine:
-    model_dir = Path(config.model)
-    weights = choose_weights(
-        config.weights, fastest=W8A16, model_type=ModelConfig.read(model_dir).model_type, dtype=config.dtype
-    )
-    logger.info("matrices are held as %s (--weights %s)", weights, config.weights)
     return Engine.load(
-        model_dir,
+        Path(config.model),
         backend=config.backend,
         dtype=config.dtype,
         kv_dtype=config.kv_dtype,
-        weights=weights,
+        weights=config.weights,
+        fastest_weights=W8A16,
         block_size=config.block_size,
         memory_bytes=config.memory,
         max_sequences=config.max_batch,

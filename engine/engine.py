@@ -6,6 +6,7 @@ Not thread safe: after `load` everything here belongs to the worker's device thr
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -20,9 +21,11 @@ from engine.kv_cache import KV_DTYPES, Allocate, KvCache, division
 from engine.loading import Checkpoint
 from engine.model_config import ModelConfig
 from engine.models.latent_attention import FORMS
-from engine.quantization import AS_LOADED, WEIGHT_FORMATS
+from engine.quantization import AS_LOADED, AUTO, WEIGHT_FORMATS, choose_weights
 from engine.state_pool import StatePool
 from twinpool.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 PROTOCOL_VERSION = "1"  # of everything that two workers must agree on beside weights and layout
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -55,6 +58,7 @@ class Engine:
         dtype: str = "bf16",
         kv_dtype: str = "int8",
         weights: str = AS_LOADED,
+        fastest_weights: str = AS_LOADED,
         latent_form: str = "absorbed",
         block_size: int = 0,
         memory_bytes: int,
@@ -65,8 +69,9 @@ class Engine:
         """Reads a Hugging Face directory and allocates a cache of `memory_bytes` (beside the weights).
 
         backend: a key of engine.ops; dtype: of weights and activations; weights: how matrices are held, one of
-        engine.quantization.WEIGHT_FORMATS; latent_form: in which form latent attention is computed, one of
-        engine.models.latent_attention.FORMS; block_size: tokens a block, 0: BLOCK_SIZE or what the model needs;
+        engine.quantization.WEIGHT_FORMATS, or AUTO for fastest_weights where its quality is known; latent_form: in
+        which form latent attention is computed, one of engine.models.latent_attention.FORMS; block_size: tokens a
+        block, 0: BLOCK_SIZE or what the model needs;
         max_sequences: how many hold a row of their own, where the model has such rows (see kv_cache.division); threads:
         that one operator may use, 0: one a core; allocate: where the cache's memory comes from, when not from torch.
         Raises ConfigError for a directory, option or memory size that cannot work, before anything big is read where
@@ -74,11 +79,14 @@ class Engine:
         """
         _check_choice("dtype", dtype, DTYPES)
         _check_choice("kv_dtype", kv_dtype, KV_DTYPES)
-        _check_choice("weights", weights, WEIGHT_FORMATS)
+        _check_choice("weights", weights, (AUTO, *WEIGHT_FORMATS))
         _check_choice("latent_form", latent_form, FORMS)
         operators = ops.load(backend)
         operators.set_num_threads(threads or len(os.sched_getaffinity(0)))
         config = ModelConfig.read(model_dir)
+        asked = weights
+        weights = choose_weights(asked, fastest=fastest_weights, model_type=config.model_type, dtype=dtype)
+        logger.info("matrices are held as %s (--weights %s)", weights, asked)
         layout = models.cache_layout(config, _block_size(block_size, models.block_granularity(config)), kv_dtype)
         checkpoint = Checkpoint(model_dir)
         _check_memory(config.num_parameters * (DTYPES[dtype].itemsize if weights == AS_LOADED else 1), memory_bytes)

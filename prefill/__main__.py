@@ -11,8 +11,7 @@ from pathlib import Path
 
 import twinpool
 from engine.engine import Engine
-from engine.model_config import ModelConfig
-from engine.quantization import W8A8, choose_weights
+from engine.quantization import W8A8
 from kvtransfer import KvSender, transports
 from kvtransfer.cache_regions import regions
 from prefill.config import PrefillConfig
@@ -113,17 +112,13 @@ async def _serve(config: PrefillConfig, stop: asyncio.Event) -> None:
 
 
 def _load(config: PrefillConfig) -> Engine:
-    model_dir = Path(config.model)
-    weights = choose_weights(
-        config.weights, fastest=W8A8, model_type=ModelConfig.read(model_dir).model_type, dtype=config.dtype
-    )
-    logger.info("matrices are held as %s (--weights %s)", weights, config.weights)
     return Engine.load(
-        model_dir,
+        Path(config.model),
         backend=config.backend,
         dtype=config.dtype,
         kv_dtype=config.kv_dtype,
-        weights=weights,
+        weights=config.weights,
+        fastest_weights=W8A8,
         latent_form="plain",
         block_size=config.block_size,
         memory_bytes=config.memory,
