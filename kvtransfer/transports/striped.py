@@ -192,6 +192,10 @@ class _StripedLink(ControlledLink):
     def _stripe(self, rows: Sequence[memoryview], index: int) -> Sequence[memoryview]:
         return rows[index :: len(self._lanes) + 1]
 
+    def _num_striped(self, num_rows: int, index: int) -> int:
+        """Rows of a Put of so many that stream `index` carries."""
+        return len(range(index, num_rows, len(self._lanes) + 1))
+
     def _busy(self, num_rows: int) -> list[tuple[int, Lane]]:
         """Streams with rows of a Put of so many, besides the control link."""
         return list(enumerate(self._lanes, 1))[: num_rows - 1]
@@ -247,7 +251,7 @@ class TcpReceiverLink(_StripedLink):
         """The frame as if all its rows followed it."""
         self._num_puts += 1
         self._num_rows = len(put.positions) // 4
-        mine = len(range(0, self._num_rows, len(self._lanes) + 1))
+        mine = self._num_striped(self._num_rows, 0)
         if payload_bytes % mine:
             raise wire.Malformed(f"Put with {payload_bytes} bytes of {mine} rows")
         return wire.Frame(put, payload_bytes // mine * self._num_rows)
@@ -275,9 +279,9 @@ class TcpReceiverLink(_StripedLink):
             self._control.skip(num_bytes)
             return
         each = num_bytes // self._num_rows
-        self._control.skip(each * len(range(0, self._num_rows, len(self._lanes) + 1)))
+        self._control.skip(each * self._num_striped(self._num_rows, 0))
         for index, lane in self._busy(self._num_rows):
-            size = each * len(range(index, self._num_rows, len(self._lanes) + 1))
+            size = each * self._num_striped(self._num_rows, index)
             _stripe_of(lane.stream, self._num_puts, size)
             lane.stream.skip(size)
         self._control.hear()
