@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import queue
+import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -313,6 +314,26 @@ class Pair:
         self.sender.close()
         self.receiver.close()
         self.memory.close()
+
+
+def cancel_at_random(calls: Sequence[Call], draw: random.Random, strays: float = 0.0) -> None:
+    """Follows all of them to their ends, and cancels each after some of its events, if it has not ended before.
+
+    strays: how often, in a round, any one of them is cancelled beside, whatever it has come to.
+    """
+    todo = {call: draw.randrange(0, 30) for call in calls}
+    while todo:
+        for call, events_left in list(todo.items()):
+            if not call.open:
+                del todo[call]
+            elif not call.events.empty():
+                call.step()
+                todo[call] = events_left - 1
+            if events_left == 0:
+                call.cancel()
+        if draw.random() < strays:
+            draw.choice(calls).cancel()
+        time.sleep(0.0002)
 
 
 def _without_salt(options: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from engine.engine import Engine
 from prefill.request import Finished, FirstTokens
 from prefill.request import Request as PrefillRequest
 from tests import tiny_models
-from tests.decode.pair import TIMEOUT_S, Pair, alone, greedy, load_engine, open_pair
+from tests.decode.pair import TIMEOUT_S, Pair, alone, cancel_at_random, greedy, load_engine, open_pair
 from tests.decode.test_split_pools import prompt_of, prompts
 from tests.fakes import Faults
 from twinpool.errors import (
@@ -87,19 +87,7 @@ def test_a_hundred_cancels_at_random_moments(engine: EngineFactory, oracle: Engi
     draw = random.Random(17)
     with open_pair(engine(rows=120), engine(rows=60), token_budget=64) as pair:
         calls = [pair.call(prompt, greedy(200)) for prompt in prompts(100, seed=9, low=1, high=200)]
-        todo = {call: draw.randrange(0, 30) for call in calls}
-        while todo:
-            for call, events_left in list(todo.items()):
-                if not call.open:
-                    del todo[call]
-                elif not call.events.empty():
-                    call.step()
-                    todo[call] = events_left - 1
-                if events_left == 0:
-                    call.cancel()
-            if draw.random() < 0.02:
-                draw.choice(calls).cancel()
-            time.sleep(0.0002)
+        cancel_at_random(calls, draw, strays=0.02)
         assert all(call.num_ended == 1 for call in calls)
         pair.assert_baseline()
         assert_serves(pair, oracle)

@@ -20,7 +20,7 @@ from kvtransfer import transports
 from prefill.request import Finished, FirstTokens, NextToken
 from prefill.request import Request as PrefillRequest
 from tests import stateful
-from tests.decode.pair import TIMEOUT_S, Call, Pair, alone, greedy, open_pair
+from tests.decode.pair import TIMEOUT_S, Call, Pair, alone, cancel_at_random, greedy, open_pair
 from tests.decode.test_split_pools import prompt_of, prompts
 from tests.fakes import Faults
 from twinpool.errors import ChecksumMismatch, ConfigError, Incompatible, InvalidRequest, PeerLost
@@ -313,17 +313,7 @@ def test_many_cancels_at_random_moments_leak_no_state(engine: EngineFactory, ora
     draw = random.Random(17)
     with open_pair(engine(rows=120, states=9), engine(rows=60, states=7), token_budget=64) as pair:
         calls = [pair.call(prompt, greedy(60)) for prompt in prompts(50, seed=9, low=1, high=150)]
-        todo = {call: draw.randrange(0, 30) for call in calls}
-        while todo:
-            for call, events_left in list(todo.items()):
-                if not call.open:
-                    del todo[call]
-                elif not call.events.empty():
-                    call.step()
-                    todo[call] = events_left - 1
-                if events_left == 0:
-                    call.cancel()
-            time.sleep(0.0002)
+        cancel_at_random(calls, draw)
         pair.assert_baseline()
         assert_right(pair, oracle, 5, 40, 90)
 
