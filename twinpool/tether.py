@@ -1,7 +1,8 @@
 """Runs a command that ends when its starter does: python tether.py STARTER_PID COMMAND [ARGUMENT...]
 
 On Linux the kernel is asked to send SIGTERM when the starter dies, however it dies; then the command takes this
-process' place (exec keeps the request). Elsewhere the command simply runs. Started by path, without importing twinpool.
+process' place (exec keeps the request). Elsewhere the command runs untethered. Started by path, without importing
+twinpool.
 """
 
 import ctypes
