@@ -35,6 +35,21 @@ def commit_context(request_id: str, attempt: int, note: bytes) -> bytes:
     return b"\0".join((request_id.encode(), str(attempt).encode(), note))
 
 
+def in_a_row(positions: Sequence[int]) -> Sequence[int]:
+    """The same, as a range where they follow one another: as nearly always."""
+    if isinstance(positions, range) and positions.step == 1:
+        return positions
+    there = tuple(positions)
+    if not there or there[-1] - there[0] != len(there) - 1:
+        return there
+    candidate = range(there[0], there[0] + len(there))
+    return candidate if there == tuple(candidate) else there
+
+
+def lowest_and_highest(positions: Sequence[int]) -> tuple[int, int]:
+    return (positions[0], positions[-1]) if isinstance(positions, range) else (min(positions), max(positions))
+
+
 class Manifest:
     """Which (region, position) pairs of one transfer are done, with their checksums. Owned by one thread at a time."""
 
@@ -46,6 +61,9 @@ class Manifest:
     def first_repeated(self, region: int, positions: Sequence[int]) -> int | None:
         """The first of `positions` that is done already or occurs twice, if any."""
         present = self._present[region]
+        if isinstance(positions, range):
+            place = present.find(1, positions.start, positions.stop)
+            return None if place < 0 else place
         if len(set(positions)) == len(positions) and not any(map(present.__getitem__, positions)):
             return None
         seen: set[int] = set()
@@ -59,7 +77,7 @@ class Manifest:
         """Marks positions as done; each must be new and in range."""
         present, known = self._present[region], self._checksums[region]
         first, count = positions[0], len(positions)
-        if positions == tuple(range(first, first + count)) and len(checksums) == count:  # as nearly always
+        if isinstance(positions, range) and len(checksums) == count:  # as nearly always
             present[first : first + count] = b"\1" * count
             known[first : first + count] = array("Q", checksums)
             return

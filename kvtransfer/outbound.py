@@ -1,10 +1,9 @@
 """One link of the prefill worker to one decode worker, and the thread that runs it.
 
 The thread connects, then loops: take what the pushes have queued (descriptors, never bytes), end pushes whose deadline
-has passed, send one frame, or a few that together are no larger, look for answers. Frames are bounded and pushes take
-turns, so that a short request does not wait behind a long one and an abort is quick. A full socket is the backpressure:
-the thread then waits for room, answers, new work or the next deadline, whichever comes first: a slow receiver delays
-nothing but its own frames.
+has passed, send what is next (departures.py), look for answers. A full socket is the backpressure: the thread then
+waits for room, answers, new work or the next deadline, whichever comes first: a slow receiver delays nothing but its
+own frames.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from kvtransfer import handshake, native, wire
-from kvtransfer.digest import commit_context
+from kvtransfer import handshake, wire
+from kvtransfer.departures import Departures
 from kvtransfer.lease import BEATS, PeerSilent
 from kvtransfer.mapping import LinkMapping
 from kvtransfer.metrics import ABORTED, NONE, LinkMetrics, TransferMetrics, error_name
@@ -40,21 +38,8 @@ from twinpool.errors import (
 
 log = logging.getLogger(__name__)
 
-FRAME_BYTES = 8 << 20  # rows are put into one frame up to this size (one row at least): 64 ms of a 1 Gbit/s link
-ANSWER_S = 150e-6  # how long the thread looks for the answer to a claim or a commit before it sleeps
-FRAME_GRACE_S = 2.0  # a frame whose push has ended may take this long to leave before the link is cut
 DRAIN_POLL_S = 5.0  # how often the log says that source rows of a closed link are still pinned
 IDLE_S = 60.0  # a link without pushes is closed after this long
-
-
-@dataclass(frozen=True, slots=True)
-class _Frame:
-    """Rows that are being sent. The checksums are complete when they are out."""
-
-    region: int
-    positions: tuple[int, ...]
-    checksums: Sequence[int]
-    num_bytes: int
 
 
 class Outbound:
@@ -79,8 +64,6 @@ class Outbound:
         self._address = address
         self._connect = connect
         self._regions = regions
-        self._outgoing = regions  # what frames are sent from: on a mapped link rows made for the receiver
-        self._mapping: LinkMapping | None = None
         self._metrics = metrics
         self._link_metrics: LinkMetrics | None = None  # once there is a link
         self._on_end = on_end
@@ -93,16 +76,9 @@ class Outbound:
         self._num_opened = 0
         self._wake_read, self._wake_write = os.pipe()
         self._pushes: dict[int, Push] = {}
-        self._queues: dict[int, deque[Rows | Note]] = {}
-        self._turns: deque[int] = deque()  # pushes with something queued, each once
-        self._control: deque[wire.Claim | wire.Abort | wire.Heartbeat] = deque()  # goes out before any rows
-        self._queued_rows = self._queued_bytes = 0
-        self._sending = False
-        self._answer_is_near = False  # a claim that rows wait for has left, or a commit
-        self._leaving: list[tuple[Push, _Frame | None]] = []  # of the frames being sent, those of a push, with its rows
-        self._frame_began_at = self._frame_deadline = 0.0
+        self._departures: Departures | None = None  # once there is a link
         self._idle_since = time.monotonic()
-        self._heard_at = self._sent_at = math.inf  # last bytes of the receiver, last frame for it; once linked
+        self._heard_at = math.inf  # last bytes of the receiver; once linked
         self._thread = threading.Thread(target=self._run, name=f"kv-send {address}", daemon=True)
 
     def start(self, target: Target, deadline: float) -> Push:
@@ -155,13 +131,12 @@ class Outbound:
         error: TwinpoolError = PeerLost(f"the link to {self._address} was closed by this side")
         link, reported = None, None
         try:
-            link, self.transport, self._mapping = self._connect()
+            link, self.transport, mapping = self._connect()
             self._link_metrics = self._metrics.link(self.transport, self.peer)
-            if self._mapping is not None:
-                self._outgoing = self._mapping.regions
+            self._departures = Departures(link, self._pushes, self._regions, mapping, self._link_metrics, self._give_up)
             with self._lock:
                 self._link = link
-            self._pump(link)
+            self._pump(link, self._departures)
         except PeerSilent as exc:
             error, reported = PeerLost(exc.message), error_name(exc)
             self._reports.lease_lost()
@@ -202,44 +177,37 @@ class Outbound:
         for push in self._pushes.values():
             self._report(push, error, error_name(error))
             push.closed.set()  # last: who has waited for it finds the error
-        for push, _ in self._leaving:
-            push.closed.set()
-        self._count_queued(-self._queued_rows, -self._queued_bytes)
+        if self._departures is not None:
+            self._departures.end()
         self._reports.forget()
 
-    def _pump(self, link: Link) -> None:
+    def _pump(self, link: Link, departures: Departures) -> None:
         poll = select.poll()
         poll.register(self._wake_read, select.POLLIN)
         poll.register(link.fileno(), select.POLLIN)
         waits_for_room = False
-        self._heard_at = self._sent_at = time.monotonic()
+        self._heard_at = time.monotonic()
         while not self._closing:
-            self._take_inbox(link)
-            self._end_late()
-            self._beat(link)
-            more = self._send_some(link)
-            if self._sending != waits_for_room:
-                waits_for_room = self._sending
+            self._take_inbox(departures)
+            self._end_late(departures)
+            if time.monotonic() >= departures.sent_at + link.lease_s / BEATS:
+                departures.beat()
+            more = departures.send_some()
+            if departures.is_sending != waits_for_room:
+                waits_for_room = departures.is_sending
                 poll.modify(link.fileno(), select.POLLIN | (select.POLLOUT if waits_for_room else 0))
-            timeout_s = 0.0 if more or self._looks_for_answer(link) else self._wait_s(link)
+            timeout_s = 0.0 if more or departures.look_for_answer() else self._wait_s(link, departures)
             for descriptor, events in poll.poll(timeout_s * 1000):
                 if descriptor == link.fileno() and events != select.POLLOUT:
                     self._heard_at = time.monotonic()
                     for message in link.receive_ready():
-                        self._take_answer(link, message)
+                        self._take_answer(link, departures, message)
             if time.monotonic() >= self._heard_at + link.lease_s:  # and nothing of it lies unread
                 raise PeerSilent.after(self._address, link.lease_s)
-            if self._is_idle():
+            if self._is_idle(departures):
                 return
 
-    def _looks_for_answer(self, link: Link) -> bool:
-        """An answer that a push has just begun to wait for comes in less time than it takes to sleep and wake up."""
-        if self._sending or not self._answer_is_near:
-            return False
-        self._answer_is_near = False
-        return native.look(link.fileno(), ANSWER_S)
-
-    def _take_inbox(self, link: Link) -> None:
+    def _take_inbox(self, departures: Departures) -> None:
         with self._lock:
             if not self._signalled:
                 return
@@ -250,162 +218,15 @@ class Outbound:
             if item is None:
                 self._pushes[push.number] = push
                 self._begin(push)
-                self._queues[push.number] = deque()
-                if self._mapping is not None:
-                    push.collected = self._mapping.collect(push.target.spans)
-                self._claim(push)
+                departures.add(push)
             elif push.number not in self._pushes:
                 pass  # it has ended
             elif isinstance(item, GiveUp):
                 self._give_up(push, item.error, ABORTED)
             else:
-                self._queue(link, push, item)
+                departures.queue(push, item)
 
-    def _queue(self, link: Link, push: Push, item: Rows | Note) -> None:
-        if isinstance(item, Rows):
-            try:
-                accepted = push.accept(item)
-            except TransferFailed as exc:
-                self._give_up(push, exc)
-                return
-            if accepted is None:
-                return
-            item = accepted
-            self._count_queued(len(item.rows), len(item.rows) * self._outgoing[item.region].row_bytes)
-        queue = self._queues[push.number]
-        if not queue and self._may_send(link, push):
-            self._turns.append(push.number)
-        queue.append(item)
-
-    def _beat(self, link: Link) -> None:
-        """A frame that is being sent says as much, or cannot because the receiver has not read what came before."""
-        if not self._sending and not self._control and time.monotonic() >= self._sent_at + link.lease_s / BEATS:
-            self._control.append(wire.Heartbeat())
-
-    def _send_some(self, link: Link) -> bool:
-        """Goes on with the frames begun, or begins the next. True when there is more to send without waiting."""
-        if not self._sending:
-            if not self._begin_frame(link):
-                return False
-            while self._may_begin_another(link):
-                self._begin_frame(link)
-        if not link.advance():
-            return False
-        self._sending = False
-        leaving, self._leaving = self._leaving, []
-        self._sent_at = time.monotonic()
-        for push, frame in leaving:
-            if frame is not None:
-                push.manifest.add(frame.region, frame.positions, frame.checksums)
-                push.num_rows += len(frame.positions)
-                push.num_bytes += frame.num_bytes
-                push.sending_s += (self._sent_at - self._frame_began_at) / len(leaving)
-                self._reports.moved(len(frame.positions), frame.num_bytes)
-            if push.number not in self._pushes:  # it ended while its last frame left
-                push.closed.set()
-        return bool(self._control or self._turns)
-
-    def _may_begin_another(self, link: Link) -> bool:
-        """Frames of rows leave together, up to the size of one large one: what lies between two of them takes long for
-        a processor whose cache is full of rows. A push's rows of one region do not: the second may repeat the first.
-        Nor do mapped rows, which are made in memory that all frames share.
-        """
-        if not link.takes_several or self._mapping is not None or self._control or not self._turns:
-            return False
-        push = self._pushes.get(self._turns[0])
-        item = None if push is None else self._queues[push.number][0]
-        if not isinstance(item, Rows):
-            return False
-        left = link.frame_share * FRAME_BYTES
-        for other, frame in self._leaving:
-            if frame is None or (other is push and frame.region == item.region):
-                return False
-            left -= frame.num_bytes
-        return bool(self._leaving) and len(item.rows) * self._outgoing[item.region].row_bytes <= left
-
-    def _begin_frame(self, link: Link) -> bool:
-        while self._control or self._turns:
-            if self._control:
-                message = self._control.popleft()
-                self._answer_is_near = link.one_sided and isinstance(message, wire.Claim)
-                link.start(message)
-                if not self._leaving:
-                    self._frame_deadline = (
-                        math.inf
-                    )  # it holds no rows, and a receiver that is alive but slow will take it
-                self._sending = True
-                return True
-            push = self._pushes.get(self._turns.popleft())
-            if push is None:
-                continue
-            if not self._leaving:
-                self._frame_began_at, self._frame_deadline = time.monotonic(), math.inf
-            item = self._queues[push.number].popleft()
-            frame = None
-            if isinstance(item, Note):
-                self._begin_commit(link, push, item)
-            elif (frame := self._begin_put(link, push, item)) is None:
-                continue
-            if self._queues[push.number]:
-                self._turns.append(push.number)
-            self._leaving.append((push, frame))
-            self._frame_deadline = min(self._frame_deadline, push.deadline + FRAME_GRACE_S)
-            self._sending = True
-            return True
-        return False
-
-    def _begin_put(self, link: Link, push: Push, item: Rows) -> _Frame | None:
-        region = self._outgoing[item.region]
-        size = min(wire.MAX_ROWS_PER_PUT, region.num_rows, max(1, link.frame_share * FRAME_BYTES // region.row_bytes))
-        positions, rows = item.positions[:size], item.rows[:size]
-        if len(item.rows) > size:
-            self._queues[push.number].appendleft(Rows(item.region, item.positions[size:], item.rows[size:]))
-        self._count_queued(-len(rows), -len(rows) * region.row_bytes)
-        repeated = push.manifest.first_repeated(item.region, positions)
-        if repeated is not None:
-            self._give_up(push, TransferFailed(f"position {repeated} of region {region.name!r} was put twice"))
-            return None
-        if self._mapping is not None and push.collected is not None:
-            rows = self._mapping.gather(push.collected, item.region, positions)
-        sources = region.rows(rows)
-        put = wire.Put(
-            push=push.number,
-            token=push.target.token,
-            request_id=push.target.request_id,
-            attempt=push.target.attempt,
-            region=item.region,
-            positions=wire.pack_u32(positions),
-            checksums=b"",
-        )
-        there = push.destinations(region, positions) if link.one_sided else ()
-        checksums = link.start_rows(put, sources, there, deadline=push.deadline)
-        return _Frame(item.region, positions, checksums, len(rows) * region.row_bytes)
-
-    def _begin_commit(self, link: Link, push: Push, item: Note) -> None:
-        target = push.target
-        push.is_committed = self._answer_is_near = True
-        link.start(
-            wire.Commit(
-                push=push.number,
-                token=target.token,
-                request_id=target.request_id,
-                attempt=target.attempt,
-                counts=wire.pack_u32(push.manifest.counts()),
-                digest=push.manifest.digest(commit_context(target.request_id, target.attempt, item.note)),
-            ),
-            [memoryview(item.note)] if item.note else [],
-        )
-
-    def _claim(self, push: Push) -> None:
-        target = push.target
-        self._control.append(
-            wire.Claim(push=push.number, token=target.token, request_id=target.request_id, attempt=target.attempt)
-        )
-
-    def _may_send(self, link: Link, push: Push) -> bool:
-        return not link.one_sided or push.is_granted()
-
-    def _take_grant(self, message: wire.Granted) -> None:
+    def _take_grant(self, departures: Departures, message: wire.Granted) -> None:
         push = self._pushes.get(message.push)
         if push is None:
             return  # it has ended on this side, and the receiver was told
@@ -414,12 +235,12 @@ class Outbound:
         if push.is_granted():
             raise wire.Malformed("Granted for a push that has all its rows")
         push.granted[message.group].extend(wire.unpack_u32(message.rows))
-        if push.is_granted() and self._queues[push.number]:
-            self._turns.append(push.number)
+        if push.is_granted():
+            departures.granted(push)
 
-    def _take_answer(self, link: Link, message: wire.Message) -> None:
+    def _take_answer(self, link: Link, departures: Departures, message: wire.Message) -> None:
         if isinstance(message, wire.Granted) and link.one_sided:
-            self._take_grant(message)
+            self._take_grant(departures, message)
             return
         if isinstance(message, wire.Heartbeat):
             return
@@ -432,7 +253,7 @@ class Outbound:
             return  # it has ended on this side
         if isinstance(message, wire.Refused):
             if link.one_sided:
-                self._abort(push, "refused")  # its owner waits to hear that nothing is written any more
+                departures.abort(push, "refused")  # its owner waits to hear that nothing is written any more
             refusal = handshake.refusal(message)
             self._reports.refused(error_name(refusal))
             self._end(push, refusal)
@@ -441,7 +262,7 @@ class Outbound:
         else:
             raise wire.Malformed("Committed for a push that is not")
 
-    def _end_late(self) -> None:
+    def _end_late(self, departures: Departures) -> None:
         now = time.monotonic()
         for push in [push for push in self._pushes.values() if push.deadline <= now]:
             self._give_up(
@@ -450,37 +271,21 @@ class Outbound:
                     f"{self._address} did not confirm the KV rows of request {push.target.request_id!r} in time"
                 ),
             )
-        if self._sending and self._frame_deadline <= now:
+        if departures.is_sending and departures.deadline <= now:
             raise PeerLost(f"{self._address} takes no more bytes")
 
     def _give_up(self, push: Push, error: TransferFailed, reported: str = "") -> None:
         """Ends a push from this side and has the receiver told."""
-        self._abort(push, error.message)
+        if self._departures is not None:
+            self._departures.abort(push, error.message)
         self._end(push, error, reported)
-
-    def _abort(self, push: Push, reason: str) -> None:
-        target = push.target
-        self._control.append(
-            wire.Abort(
-                push=push.number,
-                token=target.token,
-                request_id=target.request_id,
-                attempt=target.attempt,
-                reason=reason[: wire.MAX_REASON_CHARS],
-            )
-        )
 
     def _end(self, push: Push, error: TwinpoolError | None, reported: str = "") -> None:
         """reported: what metrics call the error, if not by its class."""
         del self._pushes[push.number]
-        for item in self._queues.pop(push.number):
-            if isinstance(item, Rows):
-                self._count_queued(-len(item.rows), -len(item.rows) * self._outgoing[item.region].row_bytes)
         if not self._pushes:
             self._idle_since = time.monotonic()
-        if any(push is each for each, _ in self._leaving):  # `closed` follows when its frame is out
-            self._frame_deadline = min(self._frame_deadline, time.monotonic() + FRAME_GRACE_S)
-        else:
+        if self._departures is None or not self._departures.forget(push):
             push.closed.set()
         self._report(push, error, None if error is None else reported or error_name(error))
 
@@ -498,22 +303,16 @@ class Outbound:
 
         push.finish(error, report)
 
-    def _count_queued(self, rows: int, num_bytes: int) -> None:
-        if rows:
-            self._queued_rows += rows
-            self._queued_bytes += num_bytes
-            self._reports.queued(rows, num_bytes)
-
-    def _wait_s(self, link: Link) -> float:
+    def _wait_s(self, link: Link, departures: Departures) -> float:
         """Until the next thing happens by itself."""
         until = min((push.deadline for push in self._pushes.values()), default=self._idle_since + IDLE_S)
         until = min(until, self._heard_at + link.lease_s)
-        until = min(until, self._frame_deadline if self._sending else self._sent_at + link.lease_s / BEATS)
+        until = min(until, departures.deadline if departures.is_sending else departures.sent_at + link.lease_s / BEATS)
         return max(0.0, until - time.monotonic())
 
-    def _is_idle(self) -> bool:
+    def _is_idle(self, departures: Departures) -> bool:
         """True, once, when the link has had nothing to do for long; no push can be opened after that."""
-        if self._pushes or self._sending or time.monotonic() < self._idle_since + IDLE_S:
+        if self._pushes or departures.is_sending or time.monotonic() < self._idle_since + IDLE_S:
             return False
         with self._lock:
             self._ended = not self._inbox

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtransfer import wire
-from kvtransfer.digest import Manifest
+from kvtransfer.digest import Manifest, in_a_row, lowest_and_highest
 from kvtransfer.region import Region
 from kvtransfer.target import Span, Target
 from twinpool.errors import TransferFailed, TwinpoolError
@@ -44,8 +44,8 @@ class Rows:
     """
 
     region: int
-    positions: tuple[int, ...]
-    rows: tuple[int, ...]
+    positions: Sequence[int]  # a range where they follow one another: every step of the way is shorter for those
+    rows: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class Push:
             )
         if rows:
             self.first_put_at = self.first_put_at or time.monotonic()
-            self._outbound.enqueue(self, Rows(region, tuple(positions), tuple(rows)))
+            self._outbound.enqueue(self, Rows(region, in_a_row(positions), tuple(rows)))
 
     def accept(self, item: Rows) -> Rows | None:
         """What of `item`, and of what was put before, can travel now, in positions of the receiver; None: nothing.
@@ -129,7 +129,7 @@ class Push:
             return Rows(item.region, complete, complete) if complete else None
         source = self._regions[item.region]
         span = self._span(source)
-        low, high = min(item.positions), max(item.positions)
+        low, high = lowest_and_highest(item.positions)
         if not 0 <= low <= high < span.size:
             raise TransferFailed(
                 f"positions {low} to {high} of region {source.name!r} do not fit into the {span.size} rows that were "
@@ -168,6 +168,8 @@ class Push:
     def destinations(self, region: Region, positions: Sequence[int]) -> list[int]:
         """The receiver's rows for these positions, once granted."""
         granted, first = self.granted[region.group], self._span(region).first
+        if isinstance(positions, range):
+            return granted[positions.start - first : positions.stop - first]
         return [granted[position - first] for position in positions]
 
     def finish(self, error: TwinpoolError | None, report: Callable[[PushResult], None]) -> None:

@@ -62,13 +62,17 @@ class RowViews(Sequence[memoryview]):
     """Some rows of a region. Native calls need their addresses only, which costs a tenth of making the views."""
 
     def __init__(self, region: Region, rows: Sequence[int]) -> None:
+        self.row_bytes = region.row_bytes
         self._region = region
         self._rows = rows
+        self._addresses: list[int] | None = None
 
     def addresses(self) -> list[int]:
-        begin = ctypes.addressof(ctypes.c_char.from_buffer(self._region.buffer))
-        size = self._region.row_bytes
-        return [begin + size * row for row in self._rows]
+        """Of their first bytes; found once."""
+        if self._addresses is None:
+            begin = ctypes.addressof(ctypes.c_char.from_buffer(self._region.buffer))
+            self._addresses = [begin + self.row_bytes * row for row in self._rows]
+        return self._addresses
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvtransfer import wire
-from kvtransfer.digest import Manifest, commit_context
+from kvtransfer.digest import Manifest, commit_context, in_a_row, lowest_and_highest
 from kvtransfer.handshake import refused
 from kvtransfer.metrics import RELEASED, LinkMetrics, TransferMetrics, error_name
 from kvtransfer.region import Region
@@ -244,7 +244,7 @@ class Reservation:
         reservation ended meanwhile, ChecksumMismatch when other bytes arrived than were sent.
         """
         region = self._regions[put.region]
-        positions = wire.unpack_u32(put.positions)
+        positions = in_a_row(wire.unpack_u32(put.positions))
         with self._lock:
             if self._state is not _State.CLAIMED:
                 raise ReservationGone("the reservation is over")
@@ -253,10 +253,10 @@ class Reservation:
             self._landing = True
         try:
             landed, checksums = take(region.rows(rows))
-            damaged = [each[0] for each in zip(positions, landed, checksums, strict=True) if each[1] != each[2]]
-            if damaged:
+            if list(landed) != list(checksums):
+                damaged = next(each[0] for each in zip(positions, landed, checksums, strict=True) if each[1] != each[2])
                 raise ChecksumMismatch(
-                    f"row {damaged[0]} of region {region.name!r} of request {self.request_id!r} arrived damaged"
+                    f"row {damaged} of region {region.name!r} of request {self.request_id!r} arrived damaged"
                 )
             self._manifest.add(put.region, positions, checksums)
             self._num_bytes += len(rows) * region.row_bytes
@@ -265,17 +265,20 @@ class Reservation:
                 self._landing = False
                 self._lock.notify_all()
 
-    def _rows_at(self, region: Region, index: int, positions: tuple[int, ...]) -> list[int]:
+    def _rows_at(self, region: Region, index: int, positions: Sequence[int]) -> Sequence[int]:
         rows = self._rows.get(region.group, ())
         first = self._first.get(region.group, 0)
-        if min(positions) < first or max(positions) >= len(rows):
+        low, high = lowest_and_highest(positions)
+        if low < first or high >= len(rows):
             raise TransferFailed(
-                f"positions {min(positions)} to {max(positions)} of region {region.name!r} were sent "
+                f"positions {low} to {high} of region {region.name!r} were sent "
                 f"where {first} to {len(rows) - 1} are expected"
             )
         repeated = self._manifest.first_repeated(index, positions)
         if repeated is not None:
             raise TransferFailed(f"position {repeated} of region {region.name!r} was sent twice")
+        if isinstance(positions, range):
+            return rows[positions.start : positions.stop]
         return [rows[position] for position in positions]
 
     def commit(self, link: Link, message: wire.Commit, note: bytes) -> None:

@@ -110,7 +110,7 @@ class MooncakeEngine:
         log.info("Mooncake serves %s at %s; whoever reaches it can read and write the KV cache", fabric, self.name)
 
     def reach(self, name: str, metadata: bytes, peer: str) -> MooncakeWrites:
-        # Has the library ask the other one what it is, which it does without a deadline: now, when it has just spoken.
+        # Has the library ask the other one what it is, which it does without a deadline: now, where one of ours holds.
         self._engine.get_first_buffer_address(name)
         return MooncakeWrites(self._engine, name, peer)
 

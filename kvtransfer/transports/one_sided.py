@@ -37,7 +37,7 @@ from kvtransfer.digest import row_checksums
 from kvtransfer.lease import PeerSilent
 from kvtransfer.memory import address_of
 from kvtransfer.region import Region
-from kvtransfer.transports import Link, tcp
+from kvtransfer.transports import Link, lookup, tcp
 from kvtransfer.transports.controlled import ControlledLink
 from kvtransfer.transports.stream import StreamListener
 from kvtransfer.transports.tcp import TcpLink
@@ -89,7 +89,7 @@ class Engine(Protocol):
     metadata: bytes  # what else they have to know
 
     def reach(self, name: str, metadata: bytes, peer: str) -> Writes:
-        """To the engine that described itself so. Raises PeerLost when the library refuses."""
+        """To the engine that described itself so. Raises PeerLost when the library refuses. May wait for ever."""
 
     def expect_writes(self, owner: object, push: int) -> None:
         """A push may write into this process from now on, until `forget_writes`."""
@@ -274,7 +274,7 @@ class EngineSenderLink(_EngineLink):
         if not len(self._addresses) == len(self._num_rows) == len(self._row_bytes):
             raise PeerLost(f"{self.peer} shares {len(self._addresses)} regions; {len(self._row_bytes)} are expected")
         if self._engine is not None:
-            self._writes = self._engine.reach(shared.name, shared.metadata, self.peer)
+            self._writes = lookup.reach(self._engine, shared, self.peer, deadline=deadline)
 
     def write(self, region: int, rows: Sequence[int], sources: Sequence[memoryview], *, deadline: float) -> list[int]:
         writes, segments = self._writes, self._segments(region, rows, sources)

@@ -221,7 +221,7 @@ class ShmSenderLink(StreamLink):
         sending = native.sending(head, rows, memory.places(offsets, rows[0].nbytes), place)
         checksums: Sequence[int]
         if sending is not None:
-            self._rows.append(sending)
+            self._unsent.append(sending)
             checksums = sending.checksums
             return checksums
         checksums = memory.write(offsets, rows)

@@ -18,8 +18,8 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice, takewhile
 from typing import Any
 
 from kvtransfer import native, wire
@@ -93,8 +93,7 @@ class StreamLink:
         self.peer = peer
         self._sock = sock
         self._is_plain = type(sock) is socket.socket  # its descriptor carries the bytes as they are
-        self._unsent: deque[memoryview] = deque()
-        self._rows: deque[native.SendingRows] = deque()
+        self._unsent: deque[memoryview | native.SendingRows] = deque()  # in the order in which it goes out
         self._replies = wire.FrameBuffer()
         self._scratch: memoryview | None = None
         self._place: Place | None = None  # where rows are written by the other end: see progress.py
@@ -119,7 +118,7 @@ class StreamLink:
         sending = native.sending(head, rows) if self._is_plain else None
         checksums: Sequence[int]
         if sending is not None:
-            self._rows.append(sending)
+            self._unsent.append(sending)
             checksums = sending.checksums
             return checksums
         checksums = row_checksums(rows)
@@ -127,21 +126,21 @@ class StreamLink:
         return checksums
 
     def advance(self) -> bool:
-        while self._rows:
-            try:
-                if not self._rows[0].advance(self._sock.fileno()):
-                    return False
-            except OSError as exc:
-                raise self._lost(exc) from exc
-            self._rows.popleft()
         while self._unsent:
+            first = self._unsent[0]
             try:
-                sent = self._sock.sendmsg(list(islice(self._unsent, _IOV_MAX)), (), socket.MSG_DONTWAIT)
+                if isinstance(first, native.SendingRows):
+                    if not first.advance(self._sock.fileno()):
+                        return False
+                    self._unsent.popleft()
+                else:
+                    plain: Iterable[Any] = takewhile(lambda each: isinstance(each, memoryview), self._unsent)
+                    sent = self._sock.sendmsg(list(islice(plain, _IOV_MAX)), (), socket.MSG_DONTWAIT)
+                    _consume(self._unsent, sent)
             except BlockingIOError:
                 return False
             except OSError as exc:
                 raise self._lost(exc) from exc
-            _consume(self._unsent, sent)
         return True
 
     def send(self, message: wire.Message, payload: Sequence[memoryview] = (), *, deadline: float) -> None:
@@ -252,7 +251,6 @@ class StreamLink:
 
     def close(self) -> None:
         self._unsent.clear()
-        self._rows.clear()
         with self._closing:  # or `cut` could shut down whoever gets this descriptor next
             self._sock.close()
 
@@ -310,8 +308,8 @@ class StreamLink:
         return PeerLost(f"the link to {self.peer} broke: {error}")
 
 
-def _consume(pieces: deque[memoryview], num_bytes: int) -> None:
-    """Drops the first `num_bytes` bytes of `pieces`."""
+def _consume(pieces: deque[Any], num_bytes: int) -> None:
+    """Drops the first `num_bytes` bytes of `pieces`, which are memoryviews so far."""
     while num_bytes:
         first = pieces.popleft()
         if num_bytes < len(first):

@@ -15,6 +15,7 @@ ends the link and all its connections. So cutting the link is a fence, as with o
 from __future__ import annotations
 
 import secrets
+import select
 import socket
 import threading
 import time
@@ -320,6 +321,7 @@ class StripedSenderLink(_StripedLink):
         self._parts: list[Sequence[int]] = []  # checksums of the rows that the control link carries
         self._sending: list[tuple[int, Lane]] = []
         self._checksums: list[int] = []
+        self._ends = select.poll()  # of the connections besides the control link, which says nothing of them
 
     def expect(self, row_bytes: Sequence[int]) -> None:
         """Every frame says how long it is."""
@@ -334,6 +336,13 @@ class StripedSenderLink(_StripedLink):
             stream = self._dial(deadline)
             self._lanes.append(Lane(stream, self._failed))
             stream.send(wire.Join(secret=answer.secret, index=index), deadline=deadline)
+            self._ends.register(stream.fileno(), select.POLLRDHUP)
+
+    def start(self, message: wire.Message, payload: Sequence[memoryview] = ()) -> None:
+        """Also looks whether all connections still stand: an idle link finds out by its next heartbeat."""
+        if self._ends.poll(0):
+            raise PeerLost(f"a connection of the link to {self.peer} broke")
+        super().start(message, payload)
 
     def start_rows(
         self, message: wire.Put, rows: Sequence[memoryview], there: Sequence[int], *, deadline: float

@@ -49,6 +49,7 @@ class TlsLink(TcpLink):
     def advance(self) -> bool:
         while self._unsent:
             piece = self._unsent[0]
+            assert isinstance(piece, memoryview)  # rows go past the TLS library only where the socket is plain
             try:
                 with self._io:
                     sent = self._tls.send(piece) if piece else 0

@@ -29,7 +29,8 @@ from kvtransfer import (
 from kvtransfer.digest import Manifest, commit_context, row_checksum
 from kvtransfer.metrics import NoLinkMetrics
 from kvtransfer.target import Span, Target
-from kvtransfer.transports import Options
+from kvtransfer.transports import Options, shm
+from kvtransfer.transports.stream import StreamLink
 from kvtransfer.transports.tcp import TcpLink, parse_endpoint
 from tests.certificates import Authority, Issued
 from tests.fakes import Faults, injected
@@ -249,8 +250,15 @@ class RawSender:
     def __init__(self, receiver: KvReceiver, target: Target, regions: Sequence[Region], *, greet: bool = True) -> None:
         self.target = target
         self.regions = regions
-        self.socket = socket.create_connection(parse_endpoint(receiver.endpoints[-1]), timeout=PATIENCE_S)
-        self.link = TcpLink(self.socket, receiver.endpoints[-1])
+        endpoint = receiver.endpoints[-1]
+        self.link: StreamLink
+        if endpoint.startswith("shm:"):
+            self.socket = socket.socket(socket.AF_UNIX)
+            self.socket.connect(shm._address(shm.parse_endpoint(endpoint)[1]))
+            self.link = StreamLink(self.socket, endpoint)
+        else:
+            self.socket = socket.create_connection(parse_endpoint(endpoint), timeout=PATIENCE_S)
+            self.link = TcpLink(self.socket, endpoint)
         self.manifest = Manifest(target.spans["kv"].size for _ in regions)
         if greet:
             handshake.greet(

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from kvtransfer import outbound, wire
+from kvtransfer import departures, wire
 from tests.kvtransfer.conftest import RawSenders
 from tests.kvtransfer.peers import PATIENCE_S, Ends, Pair, eventually, rows_of
 from twinpool.errors import PeerLost, ReservationGone, TransferTimeout
@@ -88,7 +88,7 @@ def test_an_expired_reservation_whose_sender_goes_on_is_fenced(pair: Pair, raw: 
 
 
 def test_rows_released_at_random_moments_never_change_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbound, "FRAME_BYTES", 4000)
+    monkeypatch.setattr(departures, "FRAME_BYTES", 4000)
     rng = random.Random(11)
     rows = list(range(64))
     for attempt in range(1, 101):

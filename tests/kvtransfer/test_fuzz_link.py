@@ -39,7 +39,10 @@ def drain(sender: RawSender) -> None:
 
 
 @pytest.mark.usefixtures("quiet")
-def test_ten_thousand_random_and_mutated_frames(pair: Pair, raw: RawSenders, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_ten_thousand_random_and_mutated_frames(
+    pair: Pair, raw: RawSenders, monkeypatch: pytest.MonkeyPatch
+) -> None:  # X1
     monkeypatch.setattr(pair.receiver, "_claim_within_s", 600.0)  # the attack takes its time
     rng = random.Random(5)
     before = rows_of(pair.destination, range(64))
@@ -49,6 +52,8 @@ def test_ten_thousand_random_and_mutated_frames(pair: Pair, raw: RawSenders, mon
     valid = [
         wire.encode(wire.Hello(protocol=wire.PROTOCOL, nonce=bytes(16))),
         wire.encode(model.put_frame(0, [0, 1], [3, 4], token=foreign), 2000) + bytes(2000),
+        wire.encode(model.put_frame(0, [0, 1], [3, 4], token=foreign), 16) + bytes(16),  # one-sided: checksums alone
+        wire.encode(wire.Claim(push=1, token=foreign, request_id="r1", attempt=1)),
         wire.encode(
             wire.Commit(push=1, token=foreign, request_id="r1", attempt=1, counts=bytes(12), digest=bytes(16)), 4
         )

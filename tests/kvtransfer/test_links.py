@@ -9,7 +9,8 @@ import tracemalloc
 
 import pytest
 
-from kvtransfer import Push, outbound, wire
+from kvtransfer import Push, departures, native, wire
+from kvtransfer.transports.stream import StreamLink
 from kvtransfer.transports.tcp import TcpLink
 from tests.kvtransfer.conftest import RawSenders
 from tests.kvtransfer.peers import PATIENCE_S, Ends, FakeReceiver, Pair, eventually
@@ -41,7 +42,7 @@ def fill_up(pair: Pair, frozen: FakeReceiver, *, timeout_s: float) -> tuple[Push
     push._outbound._link._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)  # type: ignore[union-attr]
     for layer in range(3):
         push.put(layer, range(64), range(64))
-    eventually(lambda: any(each is push for each, _ in push._outbound._leaving))
+    eventually(lambda: push._outbound._departures is not None and push._outbound._departures.holds_rows_of(push))
     samples = [-1]
     while samples[-5:] != [samples[-1]] * 5 or samples[-1] < 0:
         time.sleep(0.05)
@@ -79,7 +80,7 @@ def test_bytes_that_are_no_target(pair: Pair, target: bytes) -> None:
 def test_a_frozen_receiver_is_given_up_by_the_deadline(
     big: Pair, frozen: FakeReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbound, "FRAME_GRACE_S", 0.05)
+    monkeypatch.setattr(departures, "FRAME_GRACE_S", 0.05)
     push, _ = fill_up(big, frozen, timeout_s=2)
     done = Ends()
     push.commit(b"", done)
@@ -198,3 +199,34 @@ def test_a_sender_that_takes_no_answer_is_cut_off(pair: Pair, raw: RawSenders, m
     eventually(lambda: not pair.receiver._links, "the end of the link")
     reservation.release()
     pair.assert_serves()
+
+
+def test_frames_leave_in_the_order_in_which_they_were_begun_however_small_their_rows() -> None:
+    """Short rows go without the native library, long ones with it; over shared memory both ends count the frames."""
+    ours, theirs = socket.socketpair()
+    sending, receiving = StreamLink(ours, "decode"), StreamLink(theirs, "prefill")
+    sizes = [native.MIN_ROW_BYTES - 1, 5000, 8, 300]
+    payloads = [memoryview(bytearray(bytes([number]) * size)) for number, size in enumerate(sizes)]
+    deadline = time.monotonic() + PATIENCE_S
+    for number, row in enumerate(payloads):
+        put = wire.Put(
+            push=1,
+            token=b"t" * 16,
+            request_id="r",
+            attempt=1,
+            region=number,
+            positions=wire.pack_u32([0]),
+            checksums=b"",
+        )
+        sending.start_rows(put, [row], [0], deadline=deadline)
+    assert sending.advance()
+    for number, row in enumerate(payloads):
+        message = receiving.receive(deadline=deadline).message
+        assert isinstance(message, wire.Put)
+        assert message.region == number
+        landed = memoryview(bytearray(row.nbytes))
+        computed, sent = receiving.fill_rows([landed])
+        assert list(computed) == list(sent)
+        assert landed == row
+    sending.close()
+    receiving.close()

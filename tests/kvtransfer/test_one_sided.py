@@ -9,6 +9,7 @@ import errno
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
@@ -17,7 +18,7 @@ import pytest
 
 from kvtransfer import wire
 from kvtransfer.lease import PeerSilent
-from kvtransfer.transports import Link, one_sided, tcp
+from kvtransfer.transports import Link, lookup, one_sided, tcp
 from kvtransfer.transports.one_sided import EngineReceiverLink, EngineSenderLink, Segment, registered_spans
 from kvtransfer.transports.tcp import TcpLink
 from tests.kvtransfer.conftest import TRANSPORTS
@@ -60,9 +61,14 @@ class HeldEngine:
     def __init__(self) -> None:
         self.writes = HeldWrites()
         self.expected: set[int] = set()
+        self.num_lookups = 0
+        self.answers = threading.Event()  # the other engine, when it is looked for
+        self.answers.set()
 
     def reach(self, name: str, metadata: bytes, peer: str) -> HeldWrites:
         assert (name, metadata) == ("held", b"m")
+        self.num_lookups += 1
+        assert self.answers.wait(PATIENCE_S)
         return self.writes
 
     def expect_writes(self, owner: object, push: int) -> None:
@@ -331,3 +337,20 @@ def test_a_process_that_only_waits_uses_no_processor_time(library: str) -> None:
         [sys.executable, "-c", script, library], capture_output=True, text=True, timeout=60, check=True
     )
     assert float(done.stdout.split()[-1]) < 0.5
+
+
+def test_a_library_that_never_comes_back_from_its_first_look_holds_nobody_and_is_not_asked_twice() -> None:
+    engine = HeldEngine()
+    shared = one_sided.layout(engine, make_regions(1))
+    engine.answers.clear()
+    with pytest.raises(TransferTimeout, match="did not answer the transfer library"):
+        lookup.reach(engine, shared, "frozen", deadline=time.monotonic() + 0.05)
+    for _ in range(3):
+        with pytest.raises(PeerLost, match="still looks for frozen"):
+            lookup.reach(engine, shared, "frozen", deadline=time.monotonic() + PATIENCE_S)
+    assert engine.num_lookups == 1
+    assert not engine.writes.is_closed
+    engine.answers.set()
+    eventually(lambda: engine.writes.is_closed, "what was found too late is given back")
+    assert lookup.reach(engine, shared, "thawed", deadline=time.monotonic() + PATIENCE_S) is engine.writes
+    assert engine.num_lookups == 2

@@ -156,6 +156,18 @@ def test_a_connection_that_breaks_ends_the_whole_link_and_the_next_is_as_good(wi
     wide.assert_serves()
 
 
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_an_idle_link_ends_when_any_of_its_connections_does(wide: Pair, side: str) -> None:
+    wide.receiver.close()
+    wide.receiver = wide.make_receiver(wide.destination, lease_s=0.9)  # it beats every 0.3 s
+    wide.assert_serves()
+    (outbound,) = wide.sender._links.values()
+    assert isinstance(outbound._link, StripedSenderLink)
+    (outbound._link._lanes if side == "sender" else lanes_of(wide))[0].stream.cut()
+    eventually(lambda: not wide.sender._links, "the end of the idle link")
+    wide.assert_serves()
+
+
 def test_a_connection_that_is_silent_while_its_stripe_is_awaited_ends_the_link_by_the_lease(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

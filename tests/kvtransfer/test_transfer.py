@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtransfer import KvSender, outbound
+from kvtransfer import KvSender, departures, outbound
 from tests.kvtransfer.peers import FINGERPRINT, KEY, PATIENCE_S, Ends, Pair, eventually, rows_of
 
 
@@ -42,7 +42,7 @@ def test_pieces_may_come_layer_by_layer_in_any_order_and_size(pair: Pair) -> Non
 
 @pytest.mark.parametrize("frame_bytes", [1, 1000, 2999, 1 << 20])
 def test_any_frame_size_carries_the_same_rows(pair: Pair, monkeypatch: pytest.MonkeyPatch, frame_bytes: int) -> None:
-    monkeypatch.setattr(outbound, "FRAME_BYTES", frame_bytes)
+    monkeypatch.setattr(departures, "FRAME_BYTES", frame_bytes)
     reservation, ends = pair.reserve(list(range(64)))
     assert pair.send(reservation, list(range(64))[::-1]).error is None
     assert ends.wait().rows == 192
