@@ -8,9 +8,10 @@ and hashed in separate passes.
 from setuptools import Extension, setup
 
 CSRC = "engine/ops/csrc"
-ISAS = ["generic", "avx2", "avx512", "avx512vnni", "avx512bf16"]
-SOURCES = ["api", "compressed", "decoder", "moe", "topk", "threads", *(f"isa_{isa}" for isa in ISAS)]
+ISAS = ["generic", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx", "amx_emulated"]
+SOURCES = ["amx", "api", "compressed", "decoder", "moe", "sampling", "topk", "threads", *(f"isa_{isa}" for isa in ISAS)]
 HEADERS = [
+    "amx.h",
     "compressed.h",
     "dispatch.h",
     "isa.h",
@@ -19,6 +20,9 @@ HEADERS = [
     "kernels.inl",
     "simd.inl",
     "panel.inl",
+    "tiles.inl",
+    "tiles_amx.inl",
+    "tiles_emulated.inl",
     "quantize.inl",
     "linear.inl",
     "attention.inl",
@@ -26,6 +30,7 @@ HEADERS = [
     "kv_store.inl",
     "latent.inl",
     "moe.inl",
+    "sampling.inl",
     "streams.inl",
     "elementwise.inl",
 ]

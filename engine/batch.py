@@ -94,3 +94,58 @@ class Batch:
             last_token_rows=torch.from_numpy(np.array(query_start[1:], dtype=np.int64) - 1),
             states=torch.from_numpy(np.array(states, dtype=np.int64)) if states else None,
         )
+
+
+class DecodeBatches:
+    """Builds batches of one token a sequence in arrays that are kept, for sequences without a state.
+
+    A batch is good until the next is built. Nothing is allocated unless a batch has more sequences, or a sequence more
+    blocks, than any before; of a sequence's blocks only what has changed since the last step is written again.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._packed, self._tables = np.zeros((3, 0), dtype=np.int64), np.zeros((0, 0), dtype=np.int32)
+        self._written: list[list[int]] = []  # by row: the blocks that its table holds
+        self._tensors: tuple[torch.Tensor, ...] = ()  # of the last number of sequences
+
+    def build(self, items: Sequence[BatchItem]) -> Batch:
+        """Raises ValueError as Batch.build, and for an item of more than one token or with a state."""
+        count, block_size = len(items), self._block_size
+        context_lens = [item.start + 1 for item in items]
+        if not items or any(len(item.token_ids) != 1 or item.state is not None for item in items):
+            raise ValueError("every sequence must bring one token and have no state")
+        self._make_room(count, -(-max(context_lens) // block_size))
+        token_ids, positions, slots = self._packed
+        for row, item in enumerate(items):
+            start, block_ids = item.start, item.block_ids
+            if start >= len(block_ids) * block_size:
+                raise ValueError(f"1 token from position {start} does not fit {len(block_ids)} blocks of {block_size}")
+            token_ids[row], positions[row] = item.token_ids[0], start
+            slots[row] = block_ids[start // block_size] * block_size + start % block_size
+            used = list(block_ids[: start // block_size + 1])
+            if used != self._written[row]:
+                self._tables[row, : len(used)] = used
+                self._written[row] = used
+        if not self._tensors or len(self._tensors[0]) != count:
+            packed = torch.from_numpy(self._packed)[:, :count]
+            self._tensors = (*packed, torch.from_numpy(self._tables)[:count], torch.arange(count))
+        token, position, slot, tables, rows = self._tensors
+        return Batch(
+            token_ids=token,
+            positions=position,
+            slots=slot,
+            block_tables=tables,
+            query_start=list(range(count + 1)),
+            context_lens=context_lens,
+            last_token_rows=rows,
+        )
+
+    def _make_room(self, sequences: int, blocks: int) -> None:
+        rows, width = self._tables.shape
+        if sequences > rows or blocks > width:
+            rows, width = (
+                max(has, 1 << (needs - 1).bit_length()) for has, needs in ((rows, sequences), (width, blocks))
+            )
+            self._packed, self._tables = np.zeros((3, rows), dtype=np.int64), np.zeros((rows, width), dtype=np.int32)
+            self._written, self._tensors = [[] for _ in range(rows)], ()

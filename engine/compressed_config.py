@@ -138,4 +138,10 @@ def _kinds(config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
     if unknown:
         known = ", ".join(str(each) for each in by)
         raise ConfigError(f"config.json: a layer compresses by {unknown[0]!r}; known are {known}")
-    return tuple(by[each] for each in given[:num_layers])
+    kinds = tuple(by[each] for each in given[:num_layers])
+    if set(kinds) == {WINDOW}:  # no published model; its cache would have no blocks
+        raise ConfigError(
+            "config.json: compress_ratios or layer_types name windows alone; supported are models of which at least "
+            "one layer compresses what lies behind its window"
+        )
+    return kinds

@@ -9,18 +9,20 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from engine import memory, models, ops, sampling
-from engine.batch import Batch
+from engine.batch import Batch, BatchItem, DecodeBatches
 from engine.block_pool import BlockPool
 from engine.kv_cache import KV_DTYPES, Allocate, KvCache, division
 from engine.loading import Checkpoint
 from engine.model_config import ModelConfig
 from engine.models.latent_attention import FORMS
+from engine.packed_weights import UNSHARED, Parts, shared_parts, source_digest
 from engine.quantization import AS_LOADED, AUTO, WEIGHT_FORMATS, choose_weights
 from engine.state_pool import StatePool
 from twinpool.errors import ConfigError
@@ -48,6 +50,7 @@ class Engine:
         self.model_name = model_name
         self.fingerprint = fingerprint
         self._model = model
+        self._batches = DecodeBatches(cache.layout.block_size)
 
     @classmethod
     def load(
@@ -65,6 +68,7 @@ class Engine:
         max_sequences: int = 64,
         threads: int = 0,
         allocate: Allocate | None = None,
+        packed_weights: Path | None = None,
     ) -> Engine:
         """Reads a Hugging Face directory and allocates a cache of `memory_bytes` (beside the weights).
 
@@ -73,7 +77,9 @@ class Engine:
         which form latent attention is computed, one of engine.models.latent_attention.FORMS; block_size: tokens a
         block, 0: BLOCK_SIZE or what the model needs;
         max_sequences: how many hold a row of their own, where the model has such rows (see kv_cache.division); threads:
-        that one operator may use, 0: one a core; allocate: where the cache's memory comes from, when not from torch.
+        that one operator may use, 0: one a core; allocate: where the cache's memory comes from, when not from torch;
+        packed_weights: the folder through which workers of this host share weights (see engine.packed_weights), None:
+        they do not.
         Raises ConfigError for a directory, option or memory size that cannot work, before anything big is read where
         possible.
         """
@@ -93,18 +99,25 @@ class Engine:
         with torch.inference_mode():
             num_rows, num_states = division(layout, memory_bytes, max_sequences)
             cache = KvCache(layout, num_rows, num_states=num_states, allocate=allocate)
-            model = models.read(
-                config,
-                checkpoint,
-                operators,
-                DTYPES[dtype],
+            # Both int8 formats hold the same numbers: rows of either come from the same model.
+            held = f"dtype={dtype}" if weights == AS_LOADED else f"dtype={dtype} weights=int8"
+            digest = checkpoint.digest()
+            read = partial(
+                models.read,
+                *(config, checkpoint, operators, DTYPES[dtype]),
                 int8_cache=kv_dtype == "int8",
                 weights=weights,
                 latent_form=latent_form,
             )
-        # Both int8 formats hold the same numbers: rows of either come from the same model.
-        held = f"dtype={dtype}" if weights == AS_LOADED else f"dtype={dtype} weights=int8"
-        identity = "\n".join((checkpoint.digest(), layout.describe(), held, PROTOCOL_VERSION))
+            parts: Parts = UNSHARED
+            if packed_weights is not None and operators.SHARES_WEIGHTS:
+                keys = "int8" if kv_dtype == "int8" else "float"  # which keys are changed to fit
+                form = () if config.latent is None else (latent_form,)
+                name = "-".join((digest[:16], held.replace("=", "-").replace(" ", "-"), f"kv-{keys}", *form))
+                all_of_it = (digest, held, keys, *form, config, torch.__version__, source_digest())
+                parts = shared_parts(packed_weights, name, "\n".join(map(str, all_of_it)), lambda to: read(parts=to))
+            model = read(parts=parts)
+        identity = "\n".join((digest, layout.describe(), held, PROTOCOL_VERSION))
         fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         return cls(config, model, cache, model_name=model_dir.resolve().name, fingerprint=fingerprint)
 
@@ -130,6 +143,31 @@ class Engine:
     def decoder(self) -> Any:
         """All layers as one call of the backend, whose steps it can record; None where it has no such thing."""
         return self._model.decoder(self.cache.views)
+
+    @torch.inference_mode()
+    def next_tokens(
+        self, hidden: torch.Tensor, rows: Sequence[sampling.SampleRow], sources: Sequence[int] | None = None
+    ) -> list[sampling.Sampled]:
+        """Logits and sampling in one: the next token of each row, from hidden[sources[i]] (None: from hidden[i]).
+
+        hidden [n, hidden]. The tokens are those that `sample` draws from `logits`.
+        """
+        places = range(len(rows)) if sources is None else sources
+        tokens, logits = self._model.tokens(hidden, [sampling.plain_draw(row) for row in rows], places)
+        eos, max_context = self.config.eos_token_ids, self.config.max_context
+        return sampling.complete(logits, tokens, rows, places, eos_token_ids=eos, max_context=max_context)
+
+    @torch.inference_mode()
+    def decode(self, items: Sequence[BatchItem], rows: Sequence[sampling.SampleRow]) -> list[sampling.Sampled]:
+        """One step of decoding: each sequence's last token through the layers, and its next one.
+
+        Where the backend has all layers as one call, a step makes no tensors, and is two native calls, unless a row
+        needs its logits looked at (see sampling.plain_draw).
+        """
+        decoder = self.decoder
+        if decoder is None:
+            return self.next_tokens(self.forward(Batch.build(items, self.blocks.block_size)), rows)
+        return self.next_tokens(decoder.decode(self._batches.build(items)), rows)
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, rows: Sequence[sampling.SampleRow]) -> list[sampling.Sampled]:

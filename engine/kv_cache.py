@@ -219,5 +219,11 @@ class KvCache:
         """Of the regions of that layer and kind, in `regions`."""
         return tuple(i for i, each in enumerate(self.regions) if each.layer == layer and each.per == per)
 
+    @torch.inference_mode()
+    def clear(self, per: Per, rows: Sequence[int]) -> None:
+        """Nothing of whoever had these rows before is left in any region of that kind."""
+        for buffer in self.buffers_of(per):
+            buffer[rows] = 0
+
     def buffers_of(self, per: Per) -> list[torch.Tensor]:
         return [buffer for each, buffer in zip(self.regions, self.buffers, strict=True) if each.per == per]

@@ -1,4 +1,4 @@
-"""Reads the weights of a Hugging Face directory: one safetensors file or shards, mapped into memory, digest taken."""
+"""Reads the weights of a Hugging Face directory: one safetensors file or shards, tensor by tensor, digest taken."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -15,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from engine.dequantize import FP8_BLOCK, SCALE_DTYPES, fp8_scales_shape, from_fp8, from_mxfp4, mxfp4_shapes
 from twinpool.errors import ConfigError
 
+MAPPED_BYTES = 64 << 20  # of the files, that are kept in memory beside the tensor that is being read
 FLOAT_DTYPES = {"BF16", "F16", "F32"}
 INTEGER_DTYPES = {"I64", "I32", "I16"}
 FP8_DTYPE, FP4_DTYPES = "F8_E4M3", {"I8", "U8"}
@@ -30,28 +32,34 @@ class Stored:
 
 
 class Checkpoint:
-    """The tensors of a model directory. Nothing is read before `take`; pages come from the mapped files."""
+    """The tensors of a model directory. Nothing is read before `take`.
+
+    Files are mapped into memory, and what was read stays with the process until the mapping is gone: after every
+    MAPPED_BYTES the files are mapped anew, or a worker would hold the whole checkpoint beside its own weights.
+    """
 
     def __init__(self, model_dir: Path) -> None:
         """Raises ConfigError when files are missing or no safetensors."""
         self.model_dir = model_dir
         self._find: Callable[[str], Stored] = Stored
-        self._file_of = {}
         self._path_of: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
+        self._mapped = [0]  # bytes read from what is open; shared with those that `renamed` makes
         for path in _weight_files(model_dir):
-            try:
-                file = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as exc:
-                raise ConfigError(f"cannot read {path}: {exc}; fetch the file again") from exc
+            file = self._open[path] = _opened(path)
             for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-                self._file_of[name], self._path_of[name] = file, path
+                self._path_of[name] = path
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._path_of
 
     @property
     def names(self) -> Iterable[str]:
-        return self._file_of.keys()
+        return self._path_of.keys()
+
+    def where(self, name: str) -> str:
+        """File, name and shape of a tensor, for messages."""
+        return f"{self._path_of[name]}: tensor {name} {self._file(name).get_slice(name).get_shape()}"
 
     def renamed(self, find: Callable[[str], Stored]) -> Checkpoint:
         """The same files, whose tensors `take` finds where `find` says."""
@@ -84,7 +92,9 @@ class Checkpoint:
                 "bytes beside the latter"
             )
         if at.part:
-            return self._file_of[name].get_slice(name)[at.part].to(dtype, copy=True)
+            part: torch.Tensor = self._file(name).get_slice(name)[at.part]
+            self._count(part)
+            return part.to(dtype, copy=True)
         return self._tensor(name).to(dtype, copy=True)
 
     def take_integers(self, name: str, shape: Sequence[int], limit: int) -> torch.Tensor:
@@ -100,21 +110,36 @@ class Checkpoint:
                 f"{self._path_of[name]}: tensor {name} {list(shape)} holds {int(table.min())} to {int(table.max())}, "
                 f"config.json implies 0 to {limit - 1}"
             )
-        return table.int()
+        return table.to(torch.int32, copy=True)
+
+    def _file(self, name: str) -> Any:
+        path = self._path_of[name]
+        if path not in self._open:
+            self._open[path] = _opened(path)
+        return self._open[path]
 
     def _tensor(self, name: str) -> torch.Tensor:
-        return self._file_of[name].get_tensor(name)
+        """Mapped for as long as it lives; not to be kept."""
+        tensor: torch.Tensor = self._file(name).get_tensor(name)
+        self._count(tensor)
+        return tensor
+
+    def _count(self, read: torch.Tensor) -> None:
+        self._mapped[0] += read.nbytes
+        if self._mapped[0] > MAPPED_BYTES:
+            self._mapped[0] = 0
+            self._open.clear()  # a mapping goes with the last tensor on it
 
     def _dtype(self, name: str, shape: Sequence[int]) -> str:
-        if name not in self._file_of:
+        if name not in self._path_of:
             raise ConfigError(
                 f"{self.model_dir}: tensor {name} is missing from the safetensors files, config.json implies one of "
                 f"shape {list(shape)}"
             )
-        return self._file_of[name].get_slice(name).get_dtype()
+        return self._file(name).get_slice(name).get_dtype()
 
     def _check_shape(self, name: str, shape: Sequence[int]) -> None:
-        found = self._file_of[name].get_slice(name).get_shape()
+        found = self._file(name).get_slice(name).get_shape()
         if found != list(shape):
             raise ConfigError(
                 f"{self._path_of[name]}: tensor {name} has shape {found}, config.json implies {list(shape)}"
@@ -132,12 +157,19 @@ class Checkpoint:
     def digest(self) -> str:
         """XXH3-128 over every tensor's name, dtype, shape and bytes, however they are spread over files."""
         hasher = xxhash.xxh3_128()
-        for name in sorted(self._file_of):
-            view = self._file_of[name].get_slice(name)
+        for name in sorted(self._path_of):
+            view = self._file(name).get_slice(name)
             hasher.update(f"{name} {view.get_dtype()} {view.get_shape()};".encode())
-            tensor = self._file_of[name].get_tensor(name)
+            tensor = self._tensor(name)
             hasher.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
         return hasher.hexdigest()
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as exc:
+        raise ConfigError(f"cannot read {path}: {exc}; fetch the file again") from exc
 
 
 def _scale_names(name: str) -> tuple[str, ...]:

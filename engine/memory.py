@@ -1,7 +1,9 @@
-"""How much memory a process may still take."""
+"""How much memory a process may still take, and giving back what it no longer needs."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -12,6 +14,12 @@ def available_bytes(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> int | N
     """The lesser of what the machine and the container's limit leave; None where neither can be read (not Linux)."""
     limits = [limit for limit in (_machine_bytes(meminfo), _container_bytes(cgroup)) if limit is not None]
     return min(limits, default=None)
+
+
+def return_freed() -> None:
+    """What was freed goes back to the system, which C libraries put off: of a model's tensors that may be gigabytes."""
+    with contextlib.suppress(OSError, AttributeError):  # a C library that has no such function
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _machine_bytes(meminfo: Path) -> int | None:

@@ -40,7 +40,7 @@ def first_tokens(engine: Engine, prompts: Sequence[Prompt], hidden: torch.Tensor
     """hidden: [prompts, hidden], the last token of each. Every choice draws from its prompt's one row."""
     rows = [prompt.rows() for prompt in prompts]
     source = [i for i, own in enumerate(rows) for _ in own]
-    sampled = iter(engine.sample(engine.logits(hidden)[source], [row for own in rows for row in own]))
+    sampled = iter(engine.next_tokens(hidden, [row for own in rows for row in own], source))
     return [[next(sampled) for _ in own] for own in rows]
 
 

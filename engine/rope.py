@@ -16,6 +16,8 @@ import torch
 from engine.config_json import number
 from twinpool.errors import ConfigError
 
+TABLE_POSITIONS = 4096  # that a table of angles has at least
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeParams:
@@ -32,12 +34,19 @@ class Rotary:
 
     def __init__(self, params: RopeParams, head_dim: int) -> None:
         self.inv_freq, self.factor = _KINDS[params.kind](params, head_dim)
+        self._table = self.cos_sin(torch.arange(0))
 
     def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions int64 [T] -> cos, sin fp32 [T, head_dim / 2], factor applied."""
         angles = positions.float().unsqueeze(1) * self.inv_freq
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if self.factor == 1 else (cos * self.factor, sin * self.factor)
+
+    def table(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of the positions 0 .. at least count - 1, with a row each. Kept, and made anew twice as long."""
+        if count > len(self._table[0]):
+            self._table = self.cos_sin(torch.arange(max(TABLE_POSITIONS, 2 * count)))
+        return self._table
 
 
 def parse_rope(config: Mapping[str, Any], default_theta: float, max_positions: int) -> RopeParams:

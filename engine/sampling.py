@@ -8,6 +8,7 @@ Every row is treated on its own, so its token does not depend on who shares the 
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import torch
 from twinpool.errors import Internal
 from twinpool.sampling import FinishReason, SamplingParams
 
+NOT_DRAWN = -2  # in place of a token, where the output layer was not asked for one
+_NOT_FINITE = "the model returned logits that are not finite: its weights or dtype are broken"
 TOP_P_CANDIDATES = 1024  # looked at first: a nucleus is rarely larger, and sorting a whole vocabulary is slow
 
 
@@ -40,6 +43,71 @@ class Sampled:
     finish_reason: FinishReason = FinishReason.NONE
 
 
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How a token is drawn from a row of logits on which no history bears: what an output layer does by itself.
+
+    top_k 0: of all tokens; point: in [0, 1), where in the cumulative distribution the token lies.
+    """
+
+    temperature: float = 0.0  # 0: the likeliest, the first of equals
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    point: float = 0.0
+
+
+_LIKELIEST = Draw()
+
+
+def plain_draw(row: SampleRow) -> Draw | None:
+    """The draw of a row without penalties, logprobs and forbidden tokens; None: its logits have to be seen here."""
+    params = row.params
+    if _has_penalties(params) or params.logprobs is not None or len(row.output_token_ids) < params.min_tokens:
+        return None
+    if params.temperature == 0:
+        return _LIKELIEST
+    point = uniform(params.seed, row.choice, len(row.output_token_ids))
+    return Draw(params.temperature, params.top_k, params.top_p, params.min_p, point)
+
+
+def draw_token(logits: torch.Tensor, draw: Draw) -> int:
+    """In plain torch: the token of a row of logits [vocab], -1 where the largest is not finite."""
+    logits = logits.float()
+    best, index = logits.max(dim=-1)
+    if not math.isfinite(best):
+        return -1
+    return int(index) if draw.temperature == 0 else _at_point(*_filtered(logits, draw), draw.point)
+
+
+def complete(
+    logits: torch.Tensor,
+    tokens: Sequence[int],
+    rows: Sequence[SampleRow],
+    sources: Sequence[int],
+    *,
+    eos_token_ids: Sequence[int],
+    max_context: int,
+) -> list[Sampled]:
+    """What is known of the next tokens: those that an output layer has drawn, and the others from their logits.
+
+    logits: [n, vocab], of which rows[i] has the row sources[i]; tokens: drawn by draw_token's rules, of no meaning
+    where plain_draw(row) is None. Raises Internal for logits with NaN.
+    """
+    sampled = []
+    for row, token_id, source in zip(rows, tokens, sources, strict=True):
+        if token_id == NOT_DRAWN:
+            sampled += sample(
+                logits[source : source + 1].float(), [row], eos_token_ids=eos_token_ids, max_context=max_context
+            )
+        elif token_id < 0:
+            raise Internal(_NOT_FINITE)
+        else:
+            reason = _finish_reason(row, token_id, eos_token_ids, max_context)
+            sampled.append(Sampled(token_id, None, None, reason))
+    return sampled
+
+
 def sample(
     logits: torch.Tensor, rows: Sequence[SampleRow], *, eos_token_ids: Sequence[int], max_context: int
 ) -> list[Sampled]:
@@ -49,7 +117,7 @@ def sample(
     """
     best_logits, best_ids = logits.max(dim=-1)
     if not torch.isfinite(best_logits).all():
-        raise Internal("the model returned logits that are not finite: its weights or dtype are broken")
+        raise Internal(_NOT_FINITE)
     best = best_ids.tolist()
     sampled = []
     for i, row in enumerate(rows):
@@ -81,9 +149,12 @@ def distribution(
     logits: torch.Tensor, row: SampleRow, eos_token_ids: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What `sample` draws from at a temperature over 0: (token ids int64 [m], probabilities fp64 [m], sum 1)."""
-    params = row.params
-    scores = _filtered_by_history(logits, row, eos_token_ids)
-    scores = (scores - scores.max()) / params.temperature  # the largest is 0: a tiny temperature cannot overflow
+    return _filtered(_filtered_by_history(logits, row, eos_token_ids), row.params)
+
+
+def _filtered(logits: torch.Tensor, params: SamplingParams | Draw) -> tuple[torch.Tensor, torch.Tensor]:
+    """By temperature, top_k, top_p and min_p: ids and probabilities, as `distribution`."""
+    scores = (logits - logits.max()) / params.temperature  # the largest is 0: a tiny temperature cannot overflow
     token_ids, weights = _top_k_top_p(scores, params.top_k, params.top_p)
     if params.min_p > 0:
         kept = weights >= params.min_p * weights.max()
@@ -106,6 +177,10 @@ def _draw(logits: torch.Tensor, row: SampleRow, eos_token_ids: Sequence[int]) ->
         return int(_filtered_by_history(logits, row, eos_token_ids).argmax())
     token_ids, probabilities = distribution(logits, row, eos_token_ids)
     point = uniform(row.params.seed, row.choice, len(row.output_token_ids))
+    return _at_point(token_ids, probabilities, point)
+
+
+def _at_point(token_ids: torch.Tensor, probabilities: torch.Tensor, point: float) -> int:
     cumulative = probabilities.cumsum(0)
     # right=True: the first entry whose cumulative sum exceeds the point, so an entry of probability 0 is never chosen
     index = int(torch.searchsorted(cumulative, point * cumulative[-1], right=True))
@@ -140,17 +215,24 @@ def _top_k_top_p(scores: torch.Tensor, top_k: int, top_p: float) -> tuple[torch.
     keeps_all = not 0 < top_k < vocab_size
     if keeps_all and top_p >= 1:
         return torch.arange(vocab_size, device=scores.device), scores.double().exp()
-    values, token_ids = scores.topk(min(TOP_P_CANDIDATES, vocab_size) if keeps_all else top_k)
+    values, token_ids = _best(scores, min(TOP_P_CANDIDATES, vocab_size) if keeps_all else top_k)
     weights = values.double().exp()
     if top_p < 1:
         needed = top_p * (scores.double().exp().sum() if keeps_all else weights.sum())
         if keeps_all and weights.sum() < needed:
-            values, token_ids = scores.sort(descending=True)
+            values, token_ids = scores.sort(descending=True, stable=True)
             weights = values.double().exp()
         mass_before = weights.cumsum(0) - weights
         num_kept = max(1, int((mass_before < needed).sum()))
         token_ids, weights = token_ids[:num_kept], weights[:num_kept]
     return token_ids, weights
+
+
+def _best(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best scores and their tokens; of equals, which bf16 has many of, the lowest token first. topk takes any."""
+    token_ids = (scores >= scores.topk(count).values[-1]).nonzero().squeeze(1)
+    values, order = scores[token_ids].sort(descending=True, stable=True)
+    return values[:count], token_ids[order][:count]
 
 
 def _logprobs(

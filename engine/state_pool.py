@@ -24,7 +24,7 @@ from engine.kv_cache import KvCache
 class StatePool:
     def __init__(self, cache: KvCache) -> None:
         self.num_rows = cache.num_states
-        self._buffers = cache.buffers_of("sequence")
+        self._cache, self._buffers = cache, cache.buffers_of("sequence")
         self._free = list(range(self.num_rows - 1, -1, -1))  # the end is handed out first
         # Digest -> row; the front is given up first, and all that were taken on the way before all others.
         self._on_the_way: OrderedDict[bytes, int] = OrderedDict()
@@ -65,11 +65,9 @@ class StatePool:
                 raise ValueError(f"state row {row} is released twice")
             self._free.append(row)
 
-    @torch.inference_mode()
     def clear(self, rows: Sequence[int]) -> None:
         """Nothing of whoever had these rows before is left in them."""
-        for buffer in self._buffers:
-            buffer[rows] = 0
+        self._cache.clear("sequence", rows)
 
     @torch.inference_mode()
     def copy(self, row: int, to: int) -> None:

@@ -19,6 +19,7 @@ from engine.batch import Batch
 from engine.engine import Engine
 from engine.kv_cache import KvCache
 from engine.region_shape import RegionShape, row_bytes
+from engine.sampling import NOT_DRAWN, Draw, draw_token
 
 VOCAB = 251
 _PRIME = 2_147_483_647
@@ -116,6 +117,13 @@ class StatefulModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return _logits(hidden)
+
+    def tokens(
+        self, hidden: torch.Tensor, draws: Sequence[Draw | None], sources: Sequence[int]
+    ) -> tuple[list[int], torch.Tensor]:
+        logits = _logits(hidden)
+        drawn = zip(draws, sources, strict=True)
+        return [NOT_DRAWN if draw is None else draw_token(logits[i], draw) for draw, i in drawn], logits
 
     def decoder(self, views: list[Any]) -> None:
         return None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -20,6 +21,9 @@ from engine.models.deepseek_v4 import read_deepseek_v4
 from engine.models.dense import read_dense
 from engine.models.grouped_moe import read_grouped_moe
 from engine.models.projections import Reader
+from engine.packed_weights import UNSHARED, Parts
+from engine.sampling import Draw
+from twinpool.errors import ConfigError
 
 
 class Model(Protocol):
@@ -29,6 +33,9 @@ class Model(Protocol):
         self, batch: Batch, views: list[Any], on_layer: Callable[[int], None] | None = None
     ) -> torch.Tensor: ...
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+    def tokens(
+        self, hidden: torch.Tensor, draws: Sequence[Draw | None], sources: Sequence[int]
+    ) -> tuple[list[int], torch.Tensor]: ...
     def decoder(self, views: list[Any]) -> Any: ...
     @property
     def weight_bytes(self) -> int: ...
@@ -82,10 +89,39 @@ def read(
     int8_cache: bool,
     weights: str,
     latent_form: str,
+    parts: Parts = UNSHARED,
 ) -> Model:
     """int8_cache: whether keys are changed to fit one, see engine.models.int8_keys; weights: how matrices are held, see
-    engine.quantization; latent_form: see engine.models.latent_attention.
+    engine.quantization; latent_form: see engine.models.latent_attention; parts: where packed weights are kept, see
+    engine.packed_weights.
     Raises ConfigError when the checkpoint does not hold what the config implies.
     """
-    reader = Reader(config, checkpoint, ops, dtype, int8_cache=int8_cache, weights=weights, latent_form=latent_form)
+    _check_layers(config, checkpoint)
+    reader = Reader(
+        *(config, checkpoint, ops, dtype),
+        int8_cache=int8_cache,
+        weights=weights,
+        latent_form=latent_form,
+        parts=parts,
+    )
     return MODELS[config.model_type](reader)
+
+
+def _check_layers(config: ModelConfig, checkpoint: Checkpoint) -> None:
+    """A config.json of fewer layers than the weights have would be another model, without an error anywhere.
+
+    What predicts further tokens lies behind the last layer, as a layer that has more than others.
+    """
+    behind: dict[str, str] = {}  # layers by the beginning of their names, each with one of its tensors
+    further = set()
+    for name in checkpoint.names:
+        match = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
+        if match and int(match[1]) >= config.num_layers:
+            behind.setdefault(match[0], name)
+            if re.match(r"(eh_proj|e_proj|h_proj|enorm|hnorm|shared_head)\b", name.removeprefix(match[0])):
+                further.add(match[0])
+    for layer in behind.keys() - further:
+        raise ConfigError(
+            f"{checkpoint.where(behind[layer])} is of a layer more than the {config.num_layers} that config.json "
+            "implies (num_hidden_layers)"
+        )

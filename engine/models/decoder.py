@@ -18,6 +18,7 @@ from engine.batch import Batch
 from engine.model_config import ModelConfig
 from engine.models.projections import Reader
 from engine.rope import Rotary
+from engine.sampling import Draw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +52,14 @@ class Decoder:
         self._fuse = fuse
         self._decoder: Any = None
         self._decoder_views: list[Any] | None = None
+        self._output = ops.OutputLayer(head)
 
     @classmethod
     def read(cls, reader: Reader, rotary: Rotary, read_layer: Callable[[int], Layer], **kinds: Any) -> Decoder:
         """Loads layer by layer, so that beside the packed weights only one layer is held a second time."""
-        embedding = reader.embedding()
-        layers = [read_layer(index) for index in range(reader.config.num_layers)]
-        head, final_norm = reader.head(embedding, reader.norm("model.norm", reader.config.hidden_size))
+        embedding = reader.part("embedding", reader.embedding)
+        layers = [reader.part(f"layer {i}", partial(read_layer, i)) for i in range(reader.config.num_layers)]
+        head, final_norm = reader.part("head", partial(_read_head, reader, embedding), of_one_format=False)
         return cls(reader.config, reader.ops, rotary, embedding, layers, head, final_norm, **kinds)
 
     def forward(self, batch: Batch, views: list[Any], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
@@ -101,11 +103,21 @@ class Decoder:
         """hidden [n, hidden] -> [n, vocab] fp32."""
         return self.ops.linear(hidden, self.head).float()
 
+    def tokens(
+        self, hidden: torch.Tensor, draws: Sequence[Draw | None], sources: Sequence[int]
+    ) -> tuple[list[int], torch.Tensor]:
+        """Logits and the choice from them in one operator; see reference_linear.OutputLayer."""
+        return self._output.tokens(hidden, draws, sources)
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of the packed matrices that a step of one token with logits reads."""
         attention = sum(packed.nbytes for layer in self.layers for packed in layer.attention.packed)
         return attention + sum(layer.mlp.nbytes for layer in self.layers) + self.head.nbytes
+
+
+def _read_head(reader: Reader, embedding: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    return reader.head(embedding, reader.norm("model.norm", reader.config.hidden_size))
 
 
 def _nothing() -> None:

@@ -1,11 +1,13 @@
 """DeepSeek-V4: attention over windows and compressed entries, experts in every layer, four streams of residuals.
 
-Layers for multi-token prediction, which checkpoints hold behind the others, are not used.
+Weights of norms are fp32, as published. Layers for multi-token prediction, which checkpoints hold behind the others,
+are not used.
 """
 
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import torch
 
@@ -47,13 +49,13 @@ def read_deepseek_v4(reader: Reader) -> StreamDecoder:
         attention, input_norm = read_compressed_attention(
             reader,
             f"{name}.self_attn",
-            reader.norm(f"{name}.input_layernorm", hidden),
+            reader.norm(f"{name}.input_layernorm", hidden, torch.float32),
             compressed.kinds[index],
         )
         mlp, post_norm = read_expert_mlp(
             reader,
             name,
-            reader.norm(f"{name}.post_attention_layernorm", hidden),
+            reader.norm(f"{name}.post_attention_layernorm", hidden, torch.float32),
             by_token=moe.hash_layers[index],
         )
         return StreamLayer(
@@ -65,16 +67,18 @@ def read_deepseek_v4(reader: Reader) -> StreamDecoder:
             mlp=mlp,
         )
 
-    embedding = reader.embedding()
-    layers = [read_layer(index) for index in range(config.num_layers)]
-    head, final_norm = reader.head(embedding, reader.norm("model.norm", hidden))
+    embedding = reader.part("embedding", reader.embedding)
+    layers = [reader.part(f"layer {index}", partial(read_layer, index)) for index in range(config.num_layers)]
+    head, final_norm = reader.part(
+        "head", lambda: reader.head(embedding, reader.norm("model.norm", hidden, torch.float32)), of_one_format=False
+    )
     return StreamDecoder(
         config,
         reader.ops,
         (Rotary(compressed.plain_rope, compressed.rope_dim), Rotary(config.rope, compressed.rope_dim)),
         embedding,
         layers,
-        read_connection("model.hc_head.hc_", streams, 1),
+        reader.part("merge", partial(read_connection, "model.hc_head.hc_", streams, 1)),
         head,
         final_norm,
     )

@@ -28,7 +28,10 @@ def read_dense(reader: Reader) -> Decoder:
         return Layer(input_norm=input_norm, attention=attention, post_norm=post_norm, mlp=mlp)
 
     def fuse(views: list[Any]) -> Any:
-        return ops.decoder(config, decoder.layers, decoder.final_norm, rotations, gated_rotation, views)
+        return ops.decoder(
+            *(config, decoder.layers, decoder.final_norm, rotations, gated_rotation, views),
+            *(decoder.embedding, decoder.rotary),
+        )
 
     decoder = Decoder.read(reader, Rotary(config.rope, config.head_dim), read_layer, fuse=fuse)
     return decoder

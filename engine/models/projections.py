@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from engine.loading import Checkpoint
+from engine.memory import return_freed
 from engine.model_config import ModelConfig
 from engine.models.int8_weights import (
     MOST_GATED,
@@ -18,6 +20,7 @@ from engine.models.int8_weights import (
     turn,
     write_turned,
 )
+from engine.packed_weights import Parts
 from engine.quantization import AS_LOADED, W8A8, W8A16
 
 
@@ -25,7 +28,7 @@ class Reader:
     """Names of transformers, shapes of the config; for int8 in the turned basis of engine.models.int8_weights.
 
     int8_cache: whether the cache holds int8, which attention may want to prepare for; latent_form: see
-    engine.models.latent_attention.
+    engine.models.latent_attention; parts: where packed parts are kept, see engine.packed_weights.
     """
 
     def __init__(
@@ -38,10 +41,23 @@ class Reader:
         int8_cache: bool,
         weights: str,
         latent_form: str,
+        parts: Parts,
     ) -> None:
         self.config, self.checkpoint, self.ops, self.dtype = config, checkpoint, ops, dtype
         self.int8_cache, self.weights, self.latent_form = int8_cache, weights, latent_form
+        self._parts = parts
         self.is_turned = weights != AS_LOADED
+
+    def part(self, name: str, make: Callable[[], Any], *, of_one_format: bool = True) -> Any:
+        """A part of the model that workers of one host may share, by `make` if nobody has made it yet.
+
+        of_one_format: int8 matrices in it are as `weights` says, so that a worker of the other int8 format reads them
+        as its own.
+        """
+        given = {"ops": self.ops, "config": self.config, **({"weights": self.weights} if of_one_format else {})}
+        made = self._parts.part(name, make, given)
+        return_freed()
+        return made
 
     def embedding(self) -> torch.Tensor:
         table = self.take_embedding()
@@ -80,8 +96,8 @@ class Reader:
         """A down projection that writes to the residuals, for inputs that `gated_rotation` was applied to."""
         return self.writing(read_rotated(down) if self.is_turned else down)
 
-    def norm(self, name: str, size: int) -> torch.Tensor:
-        return self.checkpoint.take(f"{name}.weight", (size,), self.dtype)
+    def norm(self, name: str, size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self.checkpoint.take(f"{name}.weight", (size,), dtype or self.dtype)
 
     def projection(
         self, name: str, out_size: int, in_size: int, has_bias: bool = False, dtype: torch.dtype | None = None

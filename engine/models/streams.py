@@ -18,6 +18,7 @@ from engine.models.compressed_attention import CompressedAttention
 from engine.models.compressed_step import Step
 from engine.models.expert_mlp import ExpertMlp
 from engine.rope import Rotary
+from engine.sampling import Draw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,7 @@ class StreamDecoder:
         self.config, self.ops, self.rotaries = config, ops, rotaries
         self.embedding, self.layers, self.merge = embedding, layers, merge
         self.head, self.final_norm = head, final_norm
+        self._output = ops.OutputLayer(head)
 
     def forward(self, batch: Batch, views: list[Any], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Stores what the batch brings in the cache and returns hidden states [T, hidden] after the final norm."""
@@ -99,6 +101,12 @@ class StreamDecoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, hidden] -> [n, vocab] fp32."""
         return self.ops.linear(hidden, self.head).float()
+
+    def tokens(
+        self, hidden: torch.Tensor, draws: Sequence[Draw | None], sources: Sequence[int]
+    ) -> tuple[list[int], torch.Tensor]:
+        """Logits and the choice from them in one operator; see reference_linear.OutputLayer."""
+        return self._output.tokens(hidden, draws, sources)
 
     @property
     def weight_bytes(self) -> int:

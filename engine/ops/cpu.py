@@ -1,15 +1,15 @@
 """The CPU backend: native kernels (csrc/) on raw pointers. Shapes and meaning of every function: reference.py.
 
 What the kernels promise beyond the reference: an output row of `linear`, of the norms and of attention is the same
-bits whatever other rows are in the call, however a prompt is cut into chunks, with any number of threads, and
-`decode_attention` gives what `prefill_attention` gives for that query. Arguments that do not fit raise TypeError or
-ValueError.
+bits whatever other rows are in the call, however a prompt is cut into chunks, with any number of threads (which may
+share one sequence's context), and `decode_attention` gives what `prefill_attention` gives for that query. Arguments
+that do not fit raise TypeError or ValueError.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,17 +39,21 @@ from engine.ops.cpu_moe import (
     pack_experts,
     pack_groups,
 )
-from engine.ops.cpu_tensors import check_tensor, dense_rows, dtype_code
+from engine.ops.cpu_pages import LargePages
+from engine.ops.cpu_sampling import OutputLayer
+from engine.ops.cpu_tensors import CODES, check_tensor, dense_rows, dtype_code
 from engine.quantization import AS_LOADED, W8A8, WEIGHT_FORMATS, quantize_rows
 
 if TYPE_CHECKING:
     from engine.model_config import ModelConfig
     from engine.models.decoder import Layer
+    from engine.rope import Rotary
 
 __all__ = [
     "Experts",
     "Linear",
     "LinearGroups",
+    "OutputLayer",
     "add_rms_norm",
     "as_stored",
     "decode_attention",
@@ -80,6 +84,7 @@ __all__ = [
 ]
 
 NAME = "cpu"
+SHARES_WEIGHTS = True  # packed tensors are only read, and may lie in memory shared with other processes
 
 _library = native.library()
 if _library is None:
@@ -89,6 +94,9 @@ _silu_mul = _library.twinpool_silu_mul
 _set_num_threads = _library.twinpool_set_num_threads
 _PANEL = _library.twinpool_panel()  # output features side by side in packed weights
 _MOST_EXACT_INPUTS = (2**31 - 1) // (127 * 255)  # products of int8 and of int8 plus 128 that int32 surely holds
+
+
+_WEIGHT_MEMORY = LargePages()
 
 
 def set_num_threads(count: int) -> None:
@@ -109,24 +117,43 @@ class Linear:
     args points into the tensors, which it does not own.
     """
 
-    args: native.PackedLinear
+    format: str  # one of WEIGHT_FORMATS
     panels: torch.Tensor  # uint8
     scales: torch.Tensor | None  # fp32, int8 formats only
-    column_sums: torch.Tensor | None  # int32, w8a8 only
+    column_sums: torch.Tensor | None  # int32, int8 formats only
     bias: torch.Tensor | None
     in_features: int
     out_features: int
     dtype: torch.dtype  # of activations
+    args: native.PackedLinear = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.format == W8A8 and self.in_features > _MOST_EXACT_INPUTS:
+            raise ValueError(
+                f"w8a8 sums are exact up to {_MOST_EXACT_INPUTS} inputs, the weight has {self.in_features}"
+            )
+        pointers = (None if x is None else x.data_ptr() for x in (self.scales, self.column_sums, self.bias))
+        args = native.PackedLinear(
+            *(WEIGHT_FORMATS.index(self.format), CODES[self.dtype], self.panels.shape[1]),
+            *(self.in_features, self.out_features, self.panels.data_ptr(), *pointers),
+        )
+        object.__setattr__(self, "args", args)
 
     @property
     def nbytes(self) -> int:
         """Bytes that one pass over the weight reads."""
         return sum(x.nbytes for x in (self.panels, self.scales, self.column_sums, self.bias) if x is not None)
 
+    def inputs(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in] as the kernels read it: dense rows, which w8a8 makes whole words itself."""
+        if self.in_features % 4 and self.format != W8A8:
+            x = F.pad(x, (0, -self.in_features % 4))  # to whole words of every format
+        return dense_rows(x)
+
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None, weights: str = AS_LOADED) -> Linear:
     """Packs weight [out, in] and bias [out], both bf16 or both fp32, in one of WEIGHT_FORMATS."""
-    code = dtype_code(weight, "weight")
+    dtype_code(weight, "weight")
     if weight.dim() != 2:
         raise ValueError(f"weight must be [out, in], not {list(weight.shape)}")
     if weights not in WEIGHT_FORMATS:
@@ -136,27 +163,21 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None, weights: str = 
         check_tensor(bias, "bias", (out_features,), dtype)
         bias = bias.contiguous()
     scales = column_sums = None
-    if weights != AS_LOADED:
+    if weights != AS_LOADED:  # all of either int8 format is packed, so that workers of both can share it
         weight, scales = quantize_rows(weight)
         scales = F.pad(scales, (0, -out_features % _PANEL))
-    if weights == W8A8:
-        if in_features > _MOST_EXACT_INPUTS:
-            raise ValueError(f"w8a8 sums are exact up to {_MOST_EXACT_INPUTS} inputs, the weight has {in_features}")
         column_sums = F.pad(weight.sum(1, dtype=torch.int32), (0, -out_features % _PANEL))
-    panels = _panels(weight)
-    args = native.PackedLinear(
-        *(WEIGHT_FORMATS.index(weights), code, panels.shape[1], in_features, out_features, panels.data_ptr()),
-        *(None if x is None else x.data_ptr() for x in (scales, column_sums, bias)),
-    )
-    return Linear(args, panels, scales, column_sums, bias, in_features, out_features, dtype)
+    return Linear(weights, _panels(weight), scales, column_sums, bias, in_features, out_features, dtype)
 
 
 def _panels(weight: torch.Tensor) -> torch.Tensor:
     """[panels, steps, _PANEL * 4] uint8 of a weight [out, in]; a word holds neighbours along `in`."""
     per_word = 4 // weight.dtype.itemsize
     padded = F.pad(weight, (0, -weight.shape[1] % per_word, 0, -weight.shape[0] % _PANEL))
-    panels = padded.view(-1, _PANEL, padded.shape[1] // per_word, per_word).transpose(1, 2).contiguous()
-    return panels.view(torch.uint8).flatten(2)
+    panels = padded.view(-1, _PANEL, padded.shape[1] // per_word, per_word).transpose(1, 2)
+    packed = _WEIGHT_MEMORY.take(panels.numel() * panels.itemsize)
+    packed.view(panels.dtype).view(panels.shape).copy_(panels)
+    return packed.view(panels.shape[0], panels.shape[1], -1)
 
 
 def linear(x: torch.Tensor, packed: Linear) -> torch.Tensor:
@@ -166,9 +187,7 @@ def linear(x: torch.Tensor, packed: Linear) -> torch.Tensor:
         raise TypeError(f"x is {x.dtype}, the packed weight {packed.dtype}")
     if x.dim() != 2 or x.shape[1] != packed.in_features:
         raise ValueError(f"x must be [T, {packed.in_features}], not {list(x.shape)}")
-    if packed.in_features % 4 and packed.column_sums is None:
-        x = F.pad(x, (0, -packed.in_features % 4))  # to whole words of every format
-    x = dense_rows(x)
+    x = packed.inputs(x)
     out = torch.empty(x.shape[0], packed.out_features, dtype=x.dtype)
     _linear(packed.args, x.data_ptr(), x.stride(0) * x.itemsize, x.shape[0], out.data_ptr())
     return out
@@ -176,6 +195,8 @@ def linear(x: torch.Tensor, packed: Linear) -> torch.Tensor:
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., H], weight [H] -> [..., H]."""
+    if weight.dtype == torch.float32 != x.dtype:  # rounded once, at the end
+        return rms_norm(x.float(), weight, eps).to(x.dtype)
     code, width = dtype_code(x, "x"), x.shape[-1]
     check_tensor(weight, "weight", (width,), x.dtype)
     flat = dense_rows(x if x.dim() == 2 else x.reshape(-1, width))
@@ -249,6 +270,8 @@ def decoder(
     rotations: Sequence[Linear] | None,
     gated_rotation: Linear | None,
     views: Sequence[KvView],
+    embedding: torch.Tensor,
+    rotary: Rotary,
 ) -> Decoder | None:
     """All layers of a model over one cache as one call, or None where its sizes are none that fill whole words."""
     sizes = [config.hidden_size, config.intermediate_size, config.head_dim]
@@ -256,4 +279,4 @@ def decoder(
     if any(size % 4 for size in sizes) or any(view.k.shape[0] < 1 for view in views):
         return None
     code = dtype_code(final_norm, "final_norm")
-    return Decoder(config, layers, final_norm, rotations, gated_rotation, views, cache_args, code)
+    return Decoder(config, layers, final_norm, rotations, gated_rotation, views, cache_args, code, embedding, rotary)

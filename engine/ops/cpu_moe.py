@@ -8,12 +8,13 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from engine.ops import native
+from engine.quantization import W8A8
 
 if TYPE_CHECKING:
     from engine.ops.cpu import Linear
@@ -78,10 +79,16 @@ def moe_gating_top_k(
 class Experts:
     """The packed matrices of all experts of a layer; args points into them."""
 
-    args: native.ExpertsArgs
     gate_up: Sequence[Linear]  # [E] of [2 * I, H], gate first
     down: Sequence[Linear]  # [E] of [H, I]
     gated_rotation: Linear | None
+    limit: float  # what gate and up are clamped to
+    args: native.ExpertsArgs = field(init=False)
+
+    def __post_init__(self) -> None:
+        rotation = None if self.gated_rotation is None else ctypes.pointer(self.gated_rotation.args)
+        args = native.ExpertsArgs(len(self.down), _array(self.gate_up), _array(self.down), rotation, self.limit)
+        object.__setattr__(self, "args", args)
 
     def nbytes(self, experts: Sequence[int] | None = None) -> int:
         """Bytes that one pass reads when these experts are chosen; None: all."""
@@ -102,9 +109,7 @@ def pack_experts(
         for e, each in enumerate(kind):
             if (each.out_features, each.in_features) != shape or each.args.format != gate_up[0].args.format:
                 raise ValueError(f"{name} of expert {e} is [{each.out_features}, {each.in_features}], not {shape}")
-    rotation = None if gated_rotation is None else ctypes.pointer(gated_rotation.args)
-    args = native.ExpertsArgs(len(down), _array(gate_up), _array(down), rotation, limit)
-    return Experts(args, gate_up, down, gated_rotation)
+    return Experts(gate_up, down, gated_rotation, limit)
 
 
 def moe_experts(x: torch.Tensor, experts: Experts, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -128,8 +133,11 @@ def moe_experts(x: torch.Tensor, experts: Experts, weights: torch.Tensor, chosen
 class LinearGroups:
     """One matrix a group, all of one shape, without bias."""
 
-    args: ctypes.Array[native.PackedLinear]
     parts: Sequence[Linear]
+    args: ctypes.Array[native.PackedLinear] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "args", _array(self.parts))
 
     @property
     def nbytes(self) -> int:
@@ -139,13 +147,13 @@ class LinearGroups:
 def pack_groups(parts: Sequence[Linear]) -> LinearGroups:
     first = parts[0]
     for part in parts:
-        if (part.in_features, part.out_features, part.bias, part.column_sums) != (
-            *(first.in_features, first.out_features, None, None),
-        ):
+        if (part.in_features, part.out_features) != (first.in_features, first.out_features):
+            raise ValueError("the matrices of all groups must have one shape, no bias and no w8a8")
+        if part.bias is not None or part.format == W8A8:
             raise ValueError("the matrices of all groups must have one shape, no bias and no w8a8")
     if first.in_features % 4:
         raise ValueError(f"groups of {first.in_features} inputs do not fill whole words: take a multiple of 4")
-    return LinearGroups(_array(parts), parts)
+    return LinearGroups(parts)
 
 
 def grouped_linear(x: torch.Tensor, groups: LinearGroups) -> torch.Tensor:

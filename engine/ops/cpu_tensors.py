@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+CODES = {torch.float32: 0, torch.bfloat16: 1}  # as Dtype of kernels.h
 
 
 def dtype_code(x: torch.Tensor, name: str) -> int:
-    code = _DTYPES.get(x.dtype)
+    code = CODES.get(x.dtype)
     if code is None or not x.is_cpu:
         raise TypeError(f"{name} must be bfloat16 or float32 on the CPU, not {x.dtype} on {x.device}")
     return code

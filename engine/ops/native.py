@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import os
 from pathlib import Path
 
 from twinpool.errors import ConfigError
 
-ISAS = ("generic", "avx2", "avx512", "avx512vnni", "avx512bf16")
+ISAS = ("generic", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx")
+EMULATED = "amx-emulated"  # the kernels of "amx" on a model of its tiles in software: for tests, never the best choice
+
+_log = logging.getLogger(__name__)
 
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -209,13 +213,27 @@ class StepArgs(ctypes.Structure):
         ("slots", _POINTER),
         ("block_tables", _POINTER),
         ("block_tables_stride", _SIZE),
-        *((name, _POINTER) for name in ("query_start", "context_lens", "cos", "sin", "residual", "out", "workspace")),
+        *((name, _POINTER) for name in ("query_start", "context_lens", "cos", "sin", "residual")),
+        *((name, _POINTER) for name in ("token_ids", "positions", "embedding")),
+        ("vocab", _SIZE),
+        *((name, _POINTER) for name in ("out", "workspace")),
         ("events", ctypes.POINTER(Event)),
         ("num_events", _SIZE),
     )
 
 
-# Parameters as in api.cpp, compressed.cpp, moe.cpp and decoder.cpp.
+class TokenChoice(ctypes.Structure):
+    """struct TokenChoice of kernels.h."""
+
+    _fields_ = (
+        *((name, _SIZE) for name in ("row", "top_k")),
+        *((name, ctypes.c_double) for name in ("top_p", "min_p", "point")),
+        ("temperature", _FLOAT),
+        ("token", _INT),
+    )
+
+
+# Parameters as in api.cpp, compressed.cpp, moe.cpp, sampling.cpp and decoder.cpp.
 _FUNCTIONS = {
     "twinpool_set_num_threads": (_INT,),
     "twinpool_linear": (_LINEAR, _POINTER, _SIZE, _SIZE, _POINTER),
@@ -242,6 +260,10 @@ _FUNCTIONS = {
         *(_POINTER, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER),
     ),
     "twinpool_grouped_linear": (_LINEAR, _SIZE, _POINTER, _SIZE, _SIZE, _SIZE, _POINTER),
+    "twinpool_logits_and_tokens": (
+        *(_LINEAR, _POINTER, _SIZE, _SIZE, _POINTER),
+        *(ctypes.POINTER(TokenChoice), _SIZE),
+    ),
     "twinpool_decoder": (ctypes.POINTER(DecoderArgs), ctypes.POINTER(StepArgs), _INT, _INT),
 }
 
@@ -263,10 +285,12 @@ def library() -> ctypes.CDLL | None:
         decoder_bytes = loaded.twinpool_decoder_bytes
         decoder_bytes.argtypes, decoder_bytes.restype = (ctypes.POINTER(DecoderArgs), _SIZE), _SIZE
         loaded.twinpool_panel.argtypes, loaded.twinpool_panel.restype = (), ctypes.c_int
+        loaded.twinpool_why_no_amx.argtypes, loaded.twinpool_why_no_amx.restype = (), ctypes.c_char_p
+        loaded.twinpool_isa.argtypes, loaded.twinpool_isa.restype = (), ctypes.c_char_p
+        loaded.twinpool_select_isa.argtypes, loaded.twinpool_select_isa.restype = (ctypes.c_char_p,), ctypes.c_int
     except AttributeError as exc:
         raise ConfigError(f"{path} is older than this source ({exc}): reinstall twinpool to rebuild it") from exc
-    loaded.twinpool_isa.argtypes, loaded.twinpool_isa.restype = (), ctypes.c_char_p
-    loaded.twinpool_select_isa.argtypes, loaded.twinpool_select_isa.restype = (ctypes.c_char_p,), ctypes.c_int
+    say_why_no_amx(loaded)
     wanted = os.environ.get("TWINPOOL_ISA")
     if wanted and not loaded.twinpool_select_isa(wanted.encode()):
         raise ConfigError(
@@ -274,6 +298,12 @@ def library() -> ctypes.CDLL | None:
             field="TWINPOOL_ISA",
         )
     return loaded
+
+
+def say_why_no_amx(loaded: ctypes.CDLL) -> None:
+    """Logs why the processor's tiles are left unused, where it has some."""
+    if reason := loaded.twinpool_why_no_amx().decode():
+        _log.warning("this processor's AMX is not used, prefill is slower than it could be: %s", reason)
 
 
 def isa() -> str:

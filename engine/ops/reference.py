@@ -21,7 +21,7 @@ from engine.ops.reference_latent import (
     quantize,
     store_latents,
 )
-from engine.ops.reference_linear import Linear, linear, pack_linear
+from engine.ops.reference_linear import Linear, OutputLayer, linear, pack_linear
 from engine.ops.reference_moe import (
     Experts,
     LinearGroups,
@@ -37,6 +37,7 @@ __all__ = [
     "Experts",
     "Linear",
     "LinearGroups",
+    "OutputLayer",
     "add_rms_norm",
     "as_stored",
     "decode_attention",
@@ -69,6 +70,7 @@ __all__ = [
 ]
 
 NAME = "reference"
+SHARES_WEIGHTS = False
 
 
 def set_num_threads(count: int) -> None:
@@ -77,10 +79,13 @@ def set_num_threads(count: int) -> None:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., H], weight [H]: x / rms(x) in fp32, cast to x's dtype, times weight (as transformers' LlamaRMSNorm)."""
+    """x [..., H], weight [H]: x / rms(x) in fp32, cast to x's dtype, times weight (as transformers' LlamaRMSNorm).
+
+    Weights in fp32 where x is not: the product is taken in fp32 and cast once (as its DeepseekV4RMSNorm).
+    """
     x32 = x.float()
     normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
+    return weight * normed.to(x.dtype) if weight.dtype == x.dtype else (weight * normed).to(x.dtype)
 
 
 def add_rms_norm(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from engine.quantization import AS_LOADED, W8A8, quantize_rows
+from engine.sampling import NOT_DRAWN, Draw, draw_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +53,22 @@ def linear(x: torch.Tensor, packed: Linear) -> torch.Tensor:
     else:
         out = F.linear(x.float(), packed.weight.float()) * packed.scales
     return (out if packed.bias is None else out + packed.bias.float()).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLayer:
+    """The output layer and the choice of the next tokens."""
+
+    head: Linear
+
+    def tokens(
+        self, hidden: torch.Tensor, draws: Sequence[Draw | None], sources: Sequence[int]
+    ) -> tuple[list[int], torch.Tensor]:
+        """hidden [n, hidden]; draws[i] is from row sources[i] of it -> its token, NOT_DRAWN without a draw, -1 for
+        logits that are not finite; and the logits [n, vocab]."""
+        logits = linear(hidden, self.head)
+        tokens = [
+            NOT_DRAWN if draw is None else draw_token(logits[source], draw)
+            for draw, source in zip(draws, sources, strict=True)
+        ]
+        return tokens, logits

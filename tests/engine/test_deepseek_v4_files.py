@@ -193,6 +193,7 @@ def test_tensors_that_do_not_fit_are_named_with_file_and_shape(
         ({"n_routed_experts": 6}, r"gate.weight has shape \[8, 64\], config.json implies \[6, 64\]"),
         ({"compress_ratios": [0, 0, 4, 128, 128]}, r"compressor.wkv.weight has shape \[64, 64\], .* \[32, 64\]"),
         ({"compress_ratios": [0, 0, 4, 8, 4]}, "a layer compresses by 8; known are 0, 4, 128"),
+        ({"compress_ratios": [0] * 5}, "name windows alone"),
         ({"compress_ratios": [0]}, "must name the kinds of all 5 layers"),
         ({"o_groups": 3}, "4 attention heads are no multiple of 3 output groups"),
         ({"scoring_func": "relu"}, "scoring_func 'relu' is not supported"),

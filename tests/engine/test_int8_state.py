@@ -45,6 +45,22 @@ def as_deep_as(path: Path, layers: int) -> Path:
     return path
 
 
+# initializer_range of published config.json and the hidden size that it is for.
+PUBLISHED = {"qwen3-moe": (0.02, 4096), "deepseek-v3": (0.006, 7168)}
+
+
+def initialised(path: Path, std: float) -> Path:
+    """Normal matrices of one std and norms of one, as models of these families are initialised."""
+    weights = load_file(path / "model.safetensors")
+    for name, weight in weights.items():
+        if weight.dim() == 2:
+            weights[name] = (weight.float() * (std / weight.float().std())).to(weight.dtype)
+        elif name.endswith("norm.weight"):
+            weights[name] = torch.ones_like(weight)
+    save_file(weights, path / "model.safetensors")
+    return path
+
+
 def divergence(expected: torch.Tensor, got: torch.Tensor) -> float:
     """Mean KL of tokens, in nats."""
     expected, got = expected.log_softmax(-1), got.log_softmax(-1)
@@ -64,4 +80,21 @@ def test_int8_state_stays_close_to_bf16(tmp_path: Path, kind: str) -> None:
         other = logits_in_chunks(bf16, prompt(75, seed=9) + token_ids[75:], [150])
         matters = divergence(expected[75:], other[75:])
         print(f"{kind} {seed}: {found:.1e}, another beginning {matters:.1e}")  # for bench/README.md, with -s
+        assert matters > max(5 * MOST_MEAN_KL, 50 * found)
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_int8_state_stays_close_at_the_gain_of_published_initialisation(tmp_path: Path, kind: str) -> None:
+    """A matrix gives its input the gain std * hidden ** 0.5, which is what stays the same in a small model."""
+    token_ids, (std, hidden) = prompt(150), PUBLISHED[kind]
+    for seed in range(3):
+        path = tiny_models.make(tmp_path / str(seed), kind, seed=seed)
+        initialised(path, std * (hidden / 64) ** 0.5)
+        bf16, int8 = (load(path, kv_dtype=kv_dtype) for kv_dtype in ("bf16", "int8"))
+        expected = logits_in_chunks(bf16, token_ids, [150])
+        found = divergence(expected, logits_in_chunks(int8, token_ids, [150]))
+        other = logits_in_chunks(bf16, prompt(75, seed=9) + token_ids[75:], [150])
+        matters = divergence(expected[75:], other[75:])
+        print(f"{kind} {seed}: {found:.1e}, another beginning {matters:.1e}")  # for bench/README.md, with -s
+        assert 0 < found < MOST_MEAN_KL
         assert matters > max(5 * MOST_MEAN_KL, 50 * found)

@@ -150,6 +150,9 @@ def test_layers_for_multi_token_prediction_are_ignored_and_named(
     expected = logits_in_chunks(load(path), prompt(20), [20])
     tensors = load_file(path / "model.safetensors")
     extra = {name.replace("layers.2.", "layers.3."): value for name, value in tensors.items() if "layers.2." in name}
+    hidden = len(extra["model.layers.3.input_layernorm.weight"])
+    extra |= {f"model.layers.3.{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
+    extra["model.layers.3.eh_proj.weight"] = torch.ones(hidden, 2 * hidden)
     save_file(tensors | {name: value.clone() for name, value in extra.items()}, path / "model.safetensors")
     with caplog.at_level(logging.INFO):
         engine = load(path)

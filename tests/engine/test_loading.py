@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from engine import memory, models
 from engine.engine import Engine
+from engine.loading import Checkpoint
 from tests import tiny_models
 from twinpool.errors import ConfigError
 
@@ -122,6 +124,33 @@ def test_a_missing_tensor_is_named(path: Path) -> None:
     assert "tensor model.layers.3.input_layernorm.weight is missing" in refusal(path)
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux says what is mapped")
+def test_files_that_were_read_do_not_stay_in_the_workers_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.loading.MAPPED_BYTES", 4 << 20)
+    path, size = tmp_path / "model.safetensors", 2 << 20
+    stored = {f"tensor.{i}": torch.full((size // 4,), float(i)) for i in range(16)}
+    save_file(stored, path)
+    checkpoint = Checkpoint(tmp_path)
+    held = 0
+    for name in stored:
+        assert torch.equal(checkpoint.take(name, (size // 4,), torch.float32), stored[name])
+        held = max(held, _resident(path))
+    assert size <= held <= (4 << 20) + 2 * size  # of 32 MiB
+    digest = checkpoint.digest()
+    assert _resident(path) <= (4 << 20) + size
+    assert Checkpoint(tmp_path).digest() == digest
+
+
+def _resident(path: Path) -> int:
+    """Bytes of the file's pages that this process has mapped and touched."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    begins = [i for i, line in enumerate(lines) if line.endswith(f" {path}")]
+    found = [next(line for line in lines[begin:] if line.startswith("Rss:")) for begin in begins]
+    return sum(int(line.split()[1]) * 1024 for line in found)
+
+
 def test_a_tensor_of_another_shape_is_named_with_both_shapes(path: Path) -> None:
     edit_config(path, intermediate_size=256)
     message = refusal(path)
@@ -209,6 +238,18 @@ def test_a_config_of_other_experts_than_the_weights_is_refused(sparse: Path) -> 
     assert "model.layers.0.mlp.gate.weight has shape [16, 64], config.json implies [12, 64]" in refusal(sparse)
     edit_config(sparse, num_experts=2)
     assert "4 experts a token, but there are 2 experts" in refusal(sparse)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3-moe", "deepseek-v3", "deepseek-v4"])
+def test_more_layers_than_the_config_has_are_refused_with_file_tensor_and_shape(tmp_path: Path, kind: str) -> None:
+    path = tiny_models.make(tmp_path / "model", kind)
+    count = json.loads((path / "config.json").read_text())["num_hidden_layers"] - 1
+    edit_config(path, num_hidden_layers=count)
+    message = refusal(path, block_size=0)
+    assert re.search(
+        rf"model.safetensors: tensor (model\.)?layers\.{count}\.\S+ \[[\d, ]+\] is of a layer more", message
+    )
+    assert f"the {count} that config.json implies" in message
 
 
 def test_codes_without_scales_are_refused_with_file_tensor_and_shape(sparse: Path) -> None:

@@ -17,7 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from engine.ops import cpu, cpu_moe, native, reference
 from engine.quantization import WEIGHT_FORMATS
 
-ISAS = [name for name in native.ISAS if native.select_isa(name)]
+ISAS = [name for name in (native.EMULATED, *native.ISAS) if native.select_isa(name)]  # the best comes last
 HIDDEN, INNER, EXPERTS, CHOSEN = 96, 40, 12, 3
 
 

@@ -12,7 +12,7 @@ from engine.ops import cpu, native, reference
 from engine.quantization import W8A8, W8A16, quantize_rows
 
 DTYPES = [torch.float32, torch.bfloat16]
-ISAS = [name for name in native.ISAS if native.select_isa(name)]
+ISAS = [name for name in (native.EMULATED, *native.ISAS) if native.select_isa(name)]  # the best comes last
 SHAPES = [(576, 1536), (1, 1), (2, 63), (33, 65), (130, 192), (1537, 100), (4864, 70), (96, 64)]  # in, out
 
 
@@ -106,6 +106,17 @@ def test_w8a8_sums_at_the_ends_of_the_codes_are_exact():
     got = cpu.linear(x, cpu.pack_linear(weight, None, W8A8))
     want = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0]]) * in_features
     torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+
+
+def test_w8a16_keeps_sixteen_bits_of_an_activation():
+    """Beside an input 1,000 times as large the others still count, where 8 bits would lose them."""
+    x = torch.cat((torch.full((1, 1), 1000.0), torch.randn(1, 575)), 1).bfloat16()
+    weight = torch.randn(256, 576).bfloat16()
+    weight[:, 0] = 0
+    exact = exact_w8a16(x, weight, None)
+    w8a16, w8a8 = (cpu.linear(x, cpu.pack_linear(weight, None, weights)) for weights in (W8A16, W8A8))
+    assert (w8a16.double() - exact).norm() / exact.norm() < 0.01
+    assert (w8a8.double() - exact).norm() / exact.norm() > 0.5
 
 
 @pytest.mark.parametrize("weights", [W8A16, W8A8])

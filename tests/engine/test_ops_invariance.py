@@ -12,7 +12,7 @@ from engine.ops import cpu, native
 from tests.engine.paged import Paged, paged
 
 DTYPES = [torch.float32, torch.bfloat16]
-ISAS = [name for name in native.ISAS if native.select_isa(name)]
+ISAS = [name for name in (native.EMULATED, *native.ISAS) if native.select_isa(name)]  # the best comes last
 
 
 @pytest.fixture(params=ISAS, autouse=True)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from engine.kv_cache import KV_DTYPES, KvCache, KvLayout
@@ -16,7 +17,7 @@ from engine.ops import cpu, native, reference
 from tests.engine.paged import paged
 
 DTYPES = [torch.float32, torch.bfloat16]
-ISAS = [name for name in native.ISAS if native.select_isa(name)]
+ISAS = [name for name in (native.EMULATED, *native.ISAS) if native.select_isa(name)]  # the best comes last
 
 
 @pytest.fixture(params=ISAS, autouse=True)
@@ -82,6 +83,17 @@ def test_rms_norm_equals_transformers(dtype, width):
     assert_close(cpu.rms_norm(x, weight, 1e-5), want.double(), dtype)
     heads = x.view(5, 1, width)  # as a norm per head sees it
     assert torch.equal(cpu.rms_norm(heads, weight, 1e-5), cpu.rms_norm(x, weight, 1e-5).view(5, 1, width))
+
+
+@pytest.mark.parametrize("width", [576, 33])
+def test_rms_norm_with_weights_in_fp32_rounds_once_as_transformers_does(width):
+    x, weight = (3 * torch.randn(5, width)).bfloat16(), torch.randn(width)
+    oracle = DeepseekV4RMSNorm(width, eps=1e-5)
+    oracle.weight.data.copy_(weight)
+    want = oracle(x)
+    assert want.dtype == torch.bfloat16
+    assert torch.equal(reference.rms_norm(x, weight, 1e-5), want)
+    assert_close(cpu.rms_norm(x, weight, 1e-5), want.double(), torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,9 +5,11 @@
 // with tokens as columns, V with head dimensions as columns), and every query row that can see it goes over it with an
 // online softmax:
 //   scores = q * K;  p = exp(scores - max);  sum = sum * c + total(p);  out = out * c + p * V;  c = exp(old max - max)
-// What a row does in a tile depends only on the row and the tile. So its result is the same bits alone, beside others,
-// in one prompt or in chunks, from prefill or from decode. int8 codes are exact in bf16; their scales go to the scores
-// and to p.
+// Every kChunkTokens of the context begin anew, and the chunks' results are merged in their order: by the task that
+// walks through all of them, or by the last of several that took one each. What a row does in a tile and in a chunk
+// depends only on the row and on where they lie. So its result is the same bits alone, beside others, in one prompt or
+// in pieces, from prefill or from decode, from one thread or from many. int8 codes are exact in bf16; their scales go to
+// the scores and to p.
 
 constexpr int kTile = kPanel;
 
@@ -194,7 +196,102 @@ void softmax_tile(float* scores, const float* score_scale, const float* value_sc
     for (int64_t d = 0; d < out_width; d += kLanes) store(out + d, load(out + d) * correction);
 }
 
+// ---- chunks ----
+
+static_assert(kChunkTokens % kTile == 0);
+
+// Adds what a chunk gave a row to what the chunks before it gave.
+TWINPOOL_INLINE void merge_chunk(SoftmaxState& total, float* total_out, const SoftmaxState& part, const float* part_out,
+                                 int64_t out_width, bool is_first) {
+  if (is_first) {
+    total = part;
+    std::memcpy(total_out, part_out, out_width * sizeof(float));
+    return;
+  }
+  const float new_max = std::max(part.max, total.max);
+  const float old_weight = exp(splat(total.max - new_max))[0], weight = exp(splat(part.max - new_max))[0];
+  total.max = new_max;
+  total.sum = total.sum * old_weight + part.sum * weight;
+  for (int64_t d = 0; d < out_width; d += kLanes)
+    store(total_out + d, load(total_out + d) * old_weight + load(part_out + d) * weight);
+}
+
+// The rows of a task: of each the chunk that it is in, and what the chunks before it gave.
+struct ChunkRows {
+  int64_t rows, out_width;
+  SoftmaxState *state, *total_state;
+  float *out, *total_out;  // [rows, out_width]
+
+  // Where to put what is gathered: in scratch memory, or where the task's one chunk is wanted.
+  void carve(Carver& carver, const AttentionTask& task) {
+    const bool has_several = task.chunk < 0 && task.position + task.num_queries > kChunkTokens;
+    total_state = carver.take<SoftmaxState>(has_several ? rows : 0);
+    total_out = carver.take<float>(has_several ? rows * out_width : 0);
+    state = carver.take<SoftmaxState>(task.chunk < 0 ? rows : 0);
+    out = carver.take<float>(task.chunk < 0 ? rows * out_width : 0);
+    if (task.chunk < 0) return;
+    state = reinterpret_cast<SoftmaxState*>(task.partial);
+    out = task.partial + partial_states(rows);
+  }
+
+  void begin(int64_t first) {
+    std::fill(state + first, state + rows, SoftmaxState{-INFINITY, 0.0f});
+    std::memset(out + first * out_width, 0, (rows - first) * out_width * sizeof(float));
+  }
+
+  void merge(int64_t r, bool is_first) {
+    merge_chunk(total_state[r], total_out + r * out_width, state[r], out + r * out_width, out_width, is_first);
+  }
+
+  // Before the tile at `start`, for the rows from `first` on.
+  void before_tile(int64_t start, int64_t first) {
+    if (start == 0 || start % kChunkTokens) return;
+    for (int64_t r = first; r < rows; ++r) merge(r, start == kChunkTokens);
+    begin(first);
+  }
+
+  // Row r, the last of whose tokens is `last`, has seen all: its sums, to be divided by the sum of its weights.
+  const float* end(int64_t r, int64_t last, float& sum) {
+    const bool is_alone = last < kChunkTokens;
+    if (!is_alone) merge(r, false);
+    sum = (is_alone ? state : total_state)[r].sum;
+    return (is_alone ? out : total_out) + r * out_width;
+  }
+};
+
+// The tokens that a task walks through.
+inline int64_t chunk_begin(const AttentionTask& task) { return std::max<int64_t>(task.chunk, 0) * kChunkTokens; }
+inline int64_t chunk_end(const AttentionTask& task) {
+  const int64_t end = task.position + task.num_queries;
+  return task.chunk < 0 ? end : std::min(end, (task.chunk + 1) * kChunkTokens);
+}
+
+// Merges the chunks of every row into the first; write(row, sums, sum of weights).
+template <class Write>
+void merge_partials(const AttentionTask& task, int64_t group, int64_t width, float* partials, const Write& write) {
+  const int64_t rows = task.num_queries * group, out_width = ceil_div(width, kPanel) * kPanel;
+  const int64_t stride = partial_floats(rows, width);
+  float* const out = partials + partial_states(rows);
+  SoftmaxState* const states = reinterpret_cast<SoftmaxState*>(partials);
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t chunk = 1; chunk <= (task.position + r / group) / kChunkTokens; ++chunk)
+      merge_chunk(states[r], out + r * out_width,
+                  reinterpret_cast<const SoftmaxState*>(partials + chunk * stride)[r],
+                  out + chunk * stride + r * out_width, out_width, false);
+    write(r, out + r * out_width, states[r].sum);
+  }
+}
+
 // ---- one task ----
+
+template <class T>
+TWINPOOL_INLINE void write_attended(const AttentionArgs& args, const AttentionTask& task, int64_t r, const float* out,
+                                    float sum) {
+  const int64_t head_dim = args.cache.head_dim, group = args.num_heads / args.cache.num_kv_heads;
+  T* to = reinterpret_cast<T*>(args.out) +
+          ((task.first_query + r / group) * args.num_heads + task.kv_head * group + r % group) * head_dim;
+  for (int64_t d = 0; d < head_dim; d += kLanes) store(to + d, load(out + d) / sum, head_dim - d);
+}
 
 template <class T, class Kv>
 void attend(const AttentionArgs& args, const AttentionTask& task) {
@@ -204,21 +301,20 @@ void attend(const AttentionArgs& args, const AttentionTask& task) {
   constexpr int kValueSteps = kTile / kPerWord<T>;
 
   T *q, *weights;
-  float *out, *scores;
-  SoftmaxState* state;
+  float* scores;
+  ChunkRows gathered = {rows, out_width};
   uint32_t *key_panel, *value_panels, *staging;
   Kv* zeros;
   Tile<Kv>* tile;
   const auto carve = [&](char* base) {
     Carver carver(base);
     q = carver.take<T>(rows * head_dim);
-    out = carver.take<float>(rows * out_width);
-    state = carver.take<SoftmaxState>(rows);
+    gathered.carve(carver, task);
     key_panel = carver.take<uint32_t>(words * kTile);
     value_panels = carver.take<uint32_t>(out_width * kValueSteps);
     staging = carver.take<uint32_t>(kTile * (words + kLanes));
-    scores = carver.take<float>(kMaxRows * kTile);
-    weights = carver.take<T>(kMaxRows * kTile);
+    scores = carver.take<float>(kRowsTogether<T> * kTile);
+    weights = carver.take<T>(kRowsTogether<T> * kTile);
     tile = carver.take<Tile<Kv>>(1);
     zeros = carver.take<Kv>(head_dim);
     return carver.bytes();
@@ -230,36 +326,36 @@ void attend(const AttentionArgs& args, const AttentionTask& task) {
     const char* from =
         args.q + (task.first_query + r / group) * args.q_token_stride + (first_head + r % group) * args.q_head_stride;
     std::memcpy(q + r * head_dim, from, head_dim * sizeof(T));
-    state[r] = {-INFINITY, 0.0f};
   }
-  std::memset(out, 0, rows * out_width * sizeof(float));
+  gathered.begin(0);
   std::memset(value_panels, 0, out_width * kValueSteps * sizeof(uint32_t));
   std::memset(zeros, 0, head_dim * sizeof(Kv));
 
-  for (int64_t start = 0; start < task.position + task.num_queries; start += kTile) {
+  for (int64_t start = chunk_begin(task); start < chunk_end(task); start += kTile) {
+    const int64_t first_seeing = std::max<int64_t>(0, start - task.position) * group;
+    if (task.chunk < 0) gathered.before_tile(start, first_seeing);
     find_tile(args, task, start, zeros, *tile);
     unpack_keys<T>(tile->keys, head_dim, staging, key_panel);
     unpack_values<T>(tile->values, head_dim, value_panels);
 
-    const int64_t first_seeing = std::max<int64_t>(0, start - task.position) * group;
     for (int64_t r = first_seeing, n; r < rows; r += n) {
-      n = std::min<int64_t>(kMaxRows, rows - r);
+      n = std::min<int64_t>(kRowsTogether<T>, rows - r);
       multiply_rows<T>(reinterpret_cast<const char*>(q + r * head_dim), head_dim * sizeof(T), n, key_panel, words,
                        scores, kTile, false);
       for (int64_t i = 0; i < n; ++i)
         softmax_tile(scores + i * kTile, tile->score_scale, tile->value_scale, task.position + (r + i) / group - start,
-                     state[r + i], weights + i * kTile, out + (r + i) * out_width, out_width);
+                     gathered.state[r + i], weights + i * kTile, gathered.out + (r + i) * out_width, out_width);
       for (int64_t d = 0; d < head_dim; d += kPanel)
         multiply_rows<T>(reinterpret_cast<const char*>(weights), kTile * sizeof(T), n, value_panels + d * kValueSteps,
-                         kValueSteps, out + r * out_width + d, out_width, true);
+                         kValueSteps, gathered.out + r * out_width + d, out_width, true);
     }
   }
 
+  if (task.chunk >= 0) return;
   for (int64_t r = 0; r < rows; ++r) {
-    T* to = reinterpret_cast<T*>(args.out) +
-            ((task.first_query + r / group) * args.num_heads + first_head + r % group) * head_dim;
-    for (int64_t d = 0; d < head_dim; d += kLanes)
-      store(to + d, load(out + r * out_width + d) / state[r].sum, head_dim - d);
+    float sum;
+    const float* out = gathered.end(r, task.position + r / group, sum);
+    write_attended<T>(args, task, r, out, sum);
   }
 }
 
@@ -273,5 +369,14 @@ void attend_over(const AttentionArgs& args, const AttentionTask& task) {
 }
 
 void attention(const AttentionArgs& args, const AttentionTask& task) {
+  [[maybe_unused]] const TileUse tiles;
   args.dtype == Dtype::bf16 ? attend_over<bf16>(args, task) : attend_over<float>(args, task);
+}
+
+void merge_attention(const AttentionArgs& args, const AttentionTask& task, float* partials) {
+  merge_partials(task, args.num_heads / args.cache.num_kv_heads, args.cache.head_dim, partials,
+                 [&](int64_t r, const float* out, float sum) {
+                   args.dtype == Dtype::bf16 ? write_attended<bf16>(args, task, r, out, sum)
+                                             : write_attended<float>(args, task, r, out, sum);
+                 });
 }

@@ -48,10 +48,10 @@ void attend_shared(const SharedArgs& args, const SharedTask& task) {
     key_panel = carver.take<uint32_t>(words * kTile);
     value_panels = carver.take<uint32_t>(out_width * kValueSteps);
     staging = carver.take<uint32_t>(kTile * (words + kLanes));
-    scores = carver.take<float>(kMaxRows * kTile);
+    scores = carver.take<float>(kRowsTogether<T> * kTile);
     score_scale = carver.take<float>(kTile);
     value_scale = carver.take<float>(kTile);
-    weights = carver.take<T>(kMaxRows * kTile);
+    weights = carver.take<T>(kRowsTogether<T> * kTile);
     return carver.bytes();
   };
   carve(scratch(carve(nullptr)));
@@ -87,7 +87,7 @@ void attend_shared(const SharedArgs& args, const SharedTask& task) {
     unpack_keys<T>(keys, dim, staging, key_panel);
     unpack_values<T>(keys, dim, value_panels);
     for (int64_t h = 0, n; h < heads; h += n) {
-      n = std::min<int64_t>(kMaxRows, heads - h);
+      n = std::min<int64_t>(kRowsTogether<T>, heads - h);
       multiply_rows<T>(reinterpret_cast<const char*>(q + h * dim), dim * sizeof(T), n, key_panel, words, scores, kTile,
                        false);
       for (int64_t i = 0; i < n; ++i)
@@ -106,6 +106,7 @@ void attend_shared(const SharedArgs& args, const SharedTask& task) {
 }
 
 void shared_attention(const SharedArgs& args, const SharedTask& task) {
+  [[maybe_unused]] const TileUse tiles;
   args.dtype == Dtype::bf16 ? attend_shared<bf16>(args, task) : attend_shared<float>(args, task);
 }
 
@@ -122,7 +123,7 @@ void score_entries(const IndexArgs& args, const IndexTask& task) {
     zeros = carver.take<T>(dim);
     panel = carver.take<uint32_t>(words * kTile);
     staging = carver.take<uint32_t>(kTile * (words + kLanes));
-    scores = carver.take<float>(kMaxRows * kTile);
+    scores = carver.take<float>(kRowsTogether<T> * kTile);
     sums = carver.take<float>(kTile);
     return carver.bytes();
   };
@@ -148,7 +149,7 @@ void score_entries(const IndexArgs& args, const IndexTask& task) {
   unpack_keys<T>(keys, dim, staging, panel);
   const float* weights = args.weights + task.token * heads;
   for (int64_t h = 0, n; h < heads; h += n) {
-    n = std::min<int64_t>(kMaxRows, heads - h);
+    n = std::min<int64_t>(kRowsTogether<T>, heads - h);
     multiply_rows<T>(reinterpret_cast<const char*>(q + h * dim), dim * sizeof(T), n, panel, words, scores, kTile, false);
     for (int64_t i = 0; i < n; ++i)
       for (int t = 0; t < kTile; t += kLanes)
@@ -158,6 +159,7 @@ void score_entries(const IndexArgs& args, const IndexTask& task) {
 }
 
 void index_scores(const IndexArgs& args, const IndexTask& task) {
+  [[maybe_unused]] const TileUse tiles;
   args.dtype == Dtype::bf16 ? score_entries<bf16>(args, task) : score_entries<float>(args, task);
 }
 

@@ -27,6 +27,9 @@ void for_each_row(void (*kernel)(const Args&, int64_t), const Args& args, int64_
 // x: rows of the weight's dtype, x_stride bytes apart, as wide as `in_features` (to whole words: kernels.h).
 void run_linear(const PackedLinear& weight, const void* x, int64_t x_stride, int64_t rows, void* out);
 
+// The same for rows whose codes have been made, where the weight takes codes.
+void run_linear_tasks(const LinearArgs& args);
+
 // Sequence s owns the queries query_start[s] .. query_start[s + 1], the last of its context_lens[s] tokens.
 void run_attention(const AttentionArgs& args, int32_t num_sequences, const int32_t* query_start);
 

@@ -5,6 +5,7 @@
 #define TWINPOOL_LANES 8
 #define TWINPOOL_BF16_DOT 0
 #define TWINPOOL_VNNI 0
+#define TWINPOOL_AMX 0
 
 TWINPOOL_BEGIN_ISA("avx2,fma")
 namespace twinpool::avx2 {

@@ -5,6 +5,7 @@
 #define TWINPOOL_LANES 16
 #define TWINPOOL_BF16_DOT 0
 #define TWINPOOL_VNNI 1
+#define TWINPOOL_AMX 0
 
 TWINPOOL_BEGIN_ISA("avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 namespace twinpool::avx512vnni {

@@ -4,6 +4,7 @@
 #define TWINPOOL_LANES 4
 #define TWINPOOL_BF16_DOT 0
 #define TWINPOOL_VNNI 0
+#define TWINPOOL_AMX 0
 
 namespace twinpool::generic {
 #include "kernels.inl"

@@ -7,6 +7,13 @@
 #include <cstdint>
 #include <limits>
 
+// Compilers that have this header, and the assemblers that come with them, know the instructions.
+#if defined(__x86_64__) && __has_include(<amxtileintrin.h>)
+#define TWINPOOL_HAS_AMX 1
+#else
+#define TWINPOOL_HAS_AMX 0
+#endif
+
 namespace twinpool {
 
 using bf16 = uint16_t;
@@ -32,7 +39,7 @@ struct PackedLinear {
   int64_t steps, in_features, out_features;
   const uint32_t* panels;
   const float* scales;         // int8 only: [out_features, padded to kPanel]
-  const int32_t* column_sums;  // w8a8 only: the sum of each column's codes, as many
+  const int32_t* column_sums;  // int8 only: the sum of each column's codes, as many
   const void* bias;            // null, or [out_features]
 };
 
@@ -42,7 +49,7 @@ struct LinearArgs {
   const PackedLinear* weight;
   const char* x;
   int64_t x_stride, rows;
-  int8_t* codes;      // w8a8 only: [rows, 4 * steps], and
+  int8_t* codes;      // where num_digits is not 0: [rows, num_digits, 4 * steps], and
   float* row_scales;  // [rows], filled by `quantize` before the first task
   char* out;          // contiguous
 };
@@ -102,7 +109,18 @@ struct LatentArgs {
 // of one KV head.
 struct AttentionTask {
   int32_t sequence, kv_head, first_query, num_queries, position;
+  int32_t chunk = -1;        // the only one of the context to be looked at, if any;
+  float* partial = nullptr;  // then what it gives comes here: partial_floats of it
 };
+
+// The context is attended to in chunks of so many tokens, whose results are merged in their order, whoever made them.
+constexpr int64_t kChunkTokens = 1024;
+
+// Of each of `rows` queries the largest score and the sum of the weights, then `width` weighted sums of values.
+inline int64_t partial_states(int64_t rows) { return ceil_div(2 * rows, 16) * 16; }
+inline int64_t partial_floats(int64_t rows, int64_t width) {
+  return partial_states(rows) + rows * ceil_div(width, kPanel) * kPanel;
+}
 
 struct RmsNormArgs {
   Dtype dtype;
@@ -165,6 +183,28 @@ struct CombineArgs {
   char* out;  // contiguous
 };
 
+// How the next token is chosen from row `row` of the logits (engine/sampling.py: Draw).
+struct TokenChoice {
+  int64_t row, top_k;  // 0: all
+  double top_p, min_p, point;
+  float temperature;  // 0: the likeliest
+  int32_t token;      // what was chosen; -1 where the logits are not finite
+};
+struct ChoiceArgs {
+  Dtype dtype;
+  const char* logits;  // [rows, vocab]
+  int64_t stride, vocab;
+  TokenChoice* choices;
+};
+
+struct Candidate {
+  float score;  // over the temperature; the likeliest token's is 0
+  int32_t token;
+};
+double mass_of(const Candidate* candidates, int64_t count);
+// all_mass: of the whole vocabulary, where top_k keeps all of it; else 0. Sorts the candidates.
+int32_t draw_among(Candidate* candidates, int64_t count, const TokenChoice& choice, double all_mass);
+
 }  // namespace twinpool
 
 #include "compressed.h"
@@ -174,9 +214,13 @@ namespace twinpool {
 struct Kernels {
   void (*linear)(const LinearArgs&, int64_t task);
   void (*quantize)(const LinearArgs&, int64_t row);
+  int64_t (*num_digits)(const PackedLinear&);  // int8 digits of an activation, 0: it is multiplied as it is
   void (*store_kv)(const StoreArgs&, int64_t token);
   void (*attention)(const AttentionArgs&, const AttentionTask&);
   void (*latent_attention)(const LatentArgs&, const AttentionTask&);
+  // Writes the outputs of a task whose chunks lie in `partials`, each partial_floats long.
+  void (*merge_attention)(const AttentionArgs&, const AttentionTask&, float* partials);
+  void (*merge_latent_attention)(const LatentArgs&, const AttentionTask&, float* partials);
   void (*rms_norm)(const RmsNormArgs&, int64_t row);
   void (*rope)(const RopeArgs&, int64_t token);
   void (*silu_mul)(const SiluMulArgs&, int64_t row);
@@ -187,6 +231,7 @@ struct Kernels {
   void (*pool_windows)(const PoolArgs&, int64_t row);
   void (*streams_in)(const StreamsInArgs&, int64_t token);
   void (*streams_out)(const StreamsOutArgs&, int64_t token);
+  void (*choose)(const ChoiceArgs&, int64_t choice);
 };
 
 namespace generic {
@@ -203,6 +248,14 @@ namespace avx512vnni {
 extern const Kernels kernels;
 }
 namespace avx512bf16 {
+extern const Kernels kernels;
+}
+#if TWINPOOL_HAS_AMX
+namespace amx {
+extern const Kernels kernels;
+}
+#endif
+namespace amx_emulated {
 extern const Kernels kernels;
 }
 #endif

@@ -14,8 +14,10 @@
 #include "latent.inl"
 #include "linear.inl"
 #include "moe.inl"
+#include "sampling.inl"
 #include "streams.inl"
 
-const Kernels kernels = {linear,   quantize, store_kv,         attention,    latent_attention, rms_norm,   rope,
-                         silu_mul, gating,   combine,          shared_attention, index_scores, pool_windows, streams_in,
-                         streams_out};
+const Kernels kernels = {linear,           quantize,      num_digits,   store_kv,        attention,
+                         latent_attention, merge_attention, merge_latent_attention, rms_norm, rope,
+                         silu_mul,         gating,        combine,      shared_attention, index_scores,
+                         pool_windows,     streams_in,    streams_out, choose};

@@ -1,6 +1,6 @@
 // Latent attention over an int8 cache: attention.inl with one KV head whose keys are latents beside rotated keys, and
-// whose values are the latents again. Tiles, softmax and the order of sums are those of attention.inl, so a row is the
-// same bits alone, beside others, in one prompt or in chunks.
+// whose values are the latents again. Tiles, softmax, chunks and the order of sums are those of attention.inl, so a row
+// is the same bits alone, beside others, in one prompt or in pieces, from one thread or from many.
 //   scores = (q * latent codes) * scale of the token + q * rotated key
 
 struct LatentTile {
@@ -28,34 +28,45 @@ inline void find_latent_tile(const LatentArgs& args, const AttentionTask& task, 
   for (int t = 0; t < kTile; t += kLanes) store(tile.scales + t, load_half(scales + t));
 }
 
+inline int64_t heads_of(const LatentArgs& args, const AttentionTask& task) {
+  return std::min<int64_t>(args.heads_at_once, args.num_heads - task.kv_head * args.heads_at_once);
+}
+
+template <class T>
+TWINPOOL_INLINE void write_attended(const LatentArgs& args, const AttentionTask& task, int64_t r, const float* out,
+                                    float sum) {
+  const int64_t heads = heads_of(args, task), head = task.kv_head * args.heads_at_once + r % heads;
+  T* to = reinterpret_cast<T*>(args.out) + ((task.first_query + r / heads) * args.num_heads + head) * args.rank;
+  for (int64_t d = 0; d < args.rank; d += kLanes) store(to + d, load(out + d) / sum, args.rank - d);
+}
+
 template <class T>
 void attend_latents(const LatentArgs& args, const AttentionTask& task) {
   const int64_t rank = args.rank, key_dim = args.key_dim, width = rank + key_dim;
   const int64_t first_head = task.kv_head * args.heads_at_once;
-  const int64_t heads = std::min<int64_t>(args.heads_at_once, args.num_heads - first_head);
+  const int64_t heads = heads_of(args, task);
   const int64_t rows = task.num_queries * heads, out_width = ceil_div(rank, kPanel) * kPanel;
   const int64_t latent_words = rank / kPerWord<T>, key_words = key_dim / kPerWord<T>;
   constexpr int kValueSteps = kTile / kPerWord<T>;
 
   T *q, *weights;
-  float *out, *scores, *key_scores, *score_scale;
-  SoftmaxState* state;
+  float *scores, *key_scores, *score_scale;
+  ChunkRows gathered = {rows, out_width};
   uint32_t *latent_panel, *key_panel, *value_panels, *staging;
   int8_t* zeros;
   LatentTile* tile;
   const auto carve = [&](char* base) {
     Carver carver(base);
     q = carver.take<T>(rows * width);
-    out = carver.take<float>(rows * out_width);
-    state = carver.take<SoftmaxState>(rows);
+    gathered.carve(carver, task);
     latent_panel = carver.take<uint32_t>(latent_words * kTile);
     key_panel = carver.take<uint32_t>(key_words * kTile);
     value_panels = carver.take<uint32_t>(out_width * kValueSteps);
     staging = carver.take<uint32_t>(kTile * (std::max(latent_words, key_words) + kLanes));
-    scores = carver.take<float>(kMaxRows * kTile);
-    key_scores = carver.take<float>(kMaxRows * kTile);
+    scores = carver.take<float>(kRowsTogether<T> * kTile);
+    key_scores = carver.take<float>(kRowsTogether<T> * kTile);
     score_scale = carver.take<float>(kTile);
-    weights = carver.take<T>(kMaxRows * kTile);
+    weights = carver.take<T>(kRowsTogether<T> * kTile);
     tile = carver.take<LatentTile>(1);
     zeros = carver.take<int8_t>(std::max(rank, key_dim * 2));
     return carver.bytes();
@@ -66,22 +77,22 @@ void attend_latents(const LatentArgs& args, const AttentionTask& task) {
     const char* from =
         args.q + (task.first_query + r / heads) * args.q_token_stride + (first_head + r % heads) * args.q_head_stride;
     std::memcpy(q + r * width, from, width * sizeof(T));
-    state[r] = {-INFINITY, 0.0f};
   }
-  std::memset(out, 0, rows * out_width * sizeof(float));
+  gathered.begin(0);
   std::memset(value_panels, 0, out_width * kValueSteps * sizeof(uint32_t));
   std::memset(zeros, 0, std::max(rank, key_dim * 2));
   std::fill(score_scale, score_scale + kTile, args.scale);
 
-  for (int64_t start = 0; start < task.position + task.num_queries; start += kTile) {
+  for (int64_t start = chunk_begin(task); start < chunk_end(task); start += kTile) {
+    const int64_t first_seeing = std::max<int64_t>(0, start - task.position) * heads;
+    if (task.chunk < 0) gathered.before_tile(start, first_seeing);
     find_latent_tile(args, task, start, zeros, *tile);
     unpack_keys<T>(tile->latents, rank, staging, latent_panel);
     unpack_keys<T>(tile->keys, key_dim, staging, key_panel);
     unpack_values<T>(tile->latents, rank, value_panels);
 
-    const int64_t first_seeing = std::max<int64_t>(0, start - task.position) * heads;
     for (int64_t r = first_seeing, n; r < rows; r += n) {
-      n = std::min<int64_t>(kMaxRows, rows - r);
+      n = std::min<int64_t>(kRowsTogether<T>, rows - r);
       multiply_rows<T>(reinterpret_cast<const char*>(q + r * width), width * sizeof(T), n, latent_panel, latent_words,
                        scores, kTile, false);
       multiply_rows<T>(reinterpret_cast<const char*>(q + r * width + rank), width * sizeof(T), n, key_panel, key_words,
@@ -91,22 +102,30 @@ void attend_latents(const LatentArgs& args, const AttentionTask& task) {
           store(scores + i * kTile + t,
                 fma(load(scores + i * kTile + t), load(tile->scales + t), load(key_scores + i * kTile + t)));
         softmax_tile(scores + i * kTile, score_scale, tile->scales, task.position + (r + i) / heads - start,
-                     state[r + i], weights + i * kTile, out + (r + i) * out_width, out_width);
+                     gathered.state[r + i], weights + i * kTile, gathered.out + (r + i) * out_width, out_width);
       }
       for (int64_t d = 0; d < rank; d += kPanel)
         multiply_rows<T>(reinterpret_cast<const char*>(weights), kTile * sizeof(T), n, value_panels + d * kValueSteps,
-                         kValueSteps, out + r * out_width + d, out_width, true);
+                         kValueSteps, gathered.out + r * out_width + d, out_width, true);
     }
   }
 
+  if (task.chunk >= 0) return;
   for (int64_t r = 0; r < rows; ++r) {
-    T* to = reinterpret_cast<T*>(args.out) +
-            ((task.first_query + r / heads) * args.num_heads + first_head + r % heads) * rank;
-    for (int64_t d = 0; d < rank; d += kLanes)
-      store(to + d, load(out + r * out_width + d) / state[r].sum, rank - d);
+    float sum;
+    const float* out = gathered.end(r, task.position + r / heads, sum);
+    write_attended<T>(args, task, r, out, sum);
   }
 }
 
 void latent_attention(const LatentArgs& args, const AttentionTask& task) {
+  [[maybe_unused]] const TileUse tiles;
   args.dtype == Dtype::bf16 ? attend_latents<bf16>(args, task) : attend_latents<float>(args, task);
+}
+
+void merge_latent_attention(const LatentArgs& args, const AttentionTask& task, float* partials) {
+  merge_partials(task, heads_of(args, task), args.rank, partials, [&](int64_t r, const float* out, float sum) {
+    args.dtype == Dtype::bf16 ? write_attended<bf16>(args, task, r, out, sum)
+                              : write_attended<float>(args, task, r, out, sum);
+  });
 }

@@ -1,7 +1,8 @@
 // y = x * W^T + bias over packed panels: weights as floats, as int8 beside float activations, or int8 by int8.
 
-// Weights of one pass of all rows: they stay in L1 while the rows pass over them and the next ones are fetched.
-constexpr int64_t kStepsAtOnce = 64;
+// Weights of one pass of all rows: they stay in L1 while the rows pass over them and the next ones are fetched. Tiles
+// are quick enough to read them from L2, and slow to begin and to end.
+constexpr int64_t kStepsAtOnce = 64, kStepsInTiles = 1024;
 
 // A task's place in the matrices.
 struct LinearTask {
@@ -33,8 +34,9 @@ TWINPOOL_INLINE void write_outputs(const LinearArgs& args, const LinearTask& tas
 template <class T>
 void multiply_task(const char* x, int64_t x_stride, int64_t rows, const uint32_t* words, int64_t steps,
                    Element<T>* sums) {
-  for (int64_t step = 0; step < steps; step += kStepsAtOnce) {
-    const int64_t now = std::min(kStepsAtOnce, steps - step);
+  constexpr int64_t kAtOnce = kInTiles<T> ? kStepsInTiles : kStepsAtOnce;
+  for (int64_t step = 0; step < steps; step += kAtOnce) {
+    const int64_t now = std::min(kAtOnce, steps - step);
     const uint32_t* block = words + step * kPanel;
     multiply_rows<T>(x + step * 4, x_stride, rows, block, now, sums, kPanel, step > 0,
                      reinterpret_cast<const char*>(block + now * kPanel));
@@ -133,7 +135,7 @@ void linear_w8a16(const LinearArgs& args, const LinearTask& task) {
     return carver.bytes();
   };
   carve(scratch(carve(nullptr)));
-  if (task.rows <= kMostRowsWhileUnpacking) {
+  if (!kInTiles<T> && task.rows <= kMostRowsWhileUnpacking) {
     multiply_few<T>(x, args.x_stride, task.rows, codes, steps, sums);
   } else {
     multiply_many<T>(x, args.x_stride, task.rows, codes, steps, sums, block);
@@ -141,43 +143,70 @@ void linear_w8a16(const LinearArgs& args, const LinearTask& task) {
   write_outputs<T>(args, task, [&](int64_t r, int64_t c) { return load(sums + r * kPanel + c) * load(scales + c); });
 }
 
-// ---- int8 weights, int8 activations ----
+// ---- int8 weights, activations as int8 digits: one (w8a8), or two that together hold 16 bits (w8a16) ----
 
-// Codes of one row of x with one scale, largest magnitude / 127: exact inputs for exact sums. A row that is not
-// finite has a scale that is not, and codes of zero, so that all its outputs become NaN.
+// 16-bit activations in two digits take the multiplier as long as bf16 ones, unpack no weights, and have exact sums.
+// Only where the processor multiplies bytes natively; elsewhere, and where int32 may not hold the sums, floats are used.
 template <class T>
-void quantize_row(const LinearArgs& args, int64_t row) {
-  const int64_t width = args.weight->in_features;
+constexpr bool kInDigits = TWINPOOL_VNNI && std::is_same_v<T, bf16>;
+constexpr int64_t kMostExactInputs = std::numeric_limits<int32_t>::max() / (127 * 255);
+constexpr float kLargestOfTwoDigits = 127 * 256 + 127;
+
+// How many digits the activations of a matrix become; 0: they stay floats.
+int64_t num_digits(const PackedLinear& weight) {
+  if (weight.format == Format::w8a8) return 1;
+  const bool two = TWINPOOL_VNNI && weight.format == Format::w8a16 && weight.dtype == Dtype::bf16;
+  return two && weight.in_features <= kMostExactInputs ? 2 : 0;
+}
+
+TWINPOOL_INLINE void store_digits(int8_t* to, I32 digits, int64_t count) {
+  if (count >= kLanes) return narrow(to, digits);
+  int8_t lanes[kLanes];
+  narrow(lanes, digits);
+  std::memcpy(to, lanes, count);
+}
+
+// Digits of one row of x with one scale, largest magnitude / 127 (or what two digits hold): exact inputs for exact sums.
+// A row that is not finite has a scale that is not, and digits of zero, so that all its outputs become NaN.
+template <class T, int kDigits>
+void quantize_to_digits(const LinearArgs& args, int64_t row) {
+  const int64_t width = args.weight->in_features, stride = args.weight->steps * 4;
   const T* x = reinterpret_cast<const T*>(args.x + row * args.x_stride);
-  int8_t* codes = args.codes + row * args.weight->steps * 4;
-  const float scale = largest_magnitude(x, width) / 127.0f;
+  int8_t* codes = args.codes + row * kDigits * stride;
+  const float scale = largest_magnitude(x, width) / (kDigits == 1 ? 127.0f : kLargestOfTwoDigits);
   args.row_scales[row] = scale;
   const bool usable = scale > 0.0f && scale <= std::numeric_limits<float>::max();
   const F32 divisor = splat(usable ? scale : 1.0f);
   for (int64_t i = 0; i < width; i += kLanes) {
     const F32 value = usable ? load(x + i, width - i) : F32{};
-    const I32 integer = to_code(value, divisor) + kCodeOffset;
-    int8_t lanes[kLanes];
-    int8_t* to = width - i >= kLanes ? codes + i : lanes;
-    narrow(to, integer);
-    if (to == lanes) std::memcpy(codes + i, lanes, width - i);
+    if constexpr (kDigits == 1) {
+      store_digits(codes + i, to_code(value, divisor) + kCodeOffset, width - i);
+    } else {
+      const I32 integer = to_integer(value, divisor, kLargestOfTwoDigits), high = (integer + 128) >> 8;
+      store_digits(codes + i, high + kCodeOffset, width - i);
+      store_digits(codes + stride + i, integer - (high << 8) + kCodeOffset, width - i);
+    }
   }
-  std::memset(codes + width, kCodeOffset, args.weight->steps * 4 - width);
+  for (int digit = 0; digit < kDigits; ++digit) std::memset(codes + digit * stride + width, kCodeOffset, stride - width);
 }
 
-template <class T>
-void linear_w8a8(const LinearArgs& args, const LinearTask& task) {
-  const int64_t steps = args.weight->steps;
+template <class T, int kDigits>
+void linear_digits(const LinearArgs& args, const LinearTask& task) {
+  const int64_t steps = args.weight->steps, digit_rows = task.rows * kDigits;
   const uint32_t* words = args.weight->panels + task.panel * steps * kPanel;
   const float* scales = args.weight->scales + task.first_column;
   const int32_t* column_sums = args.weight->column_sums + task.first_column;
   const float* row_scales = args.row_scales + task.first_row;
-  const char* codes = reinterpret_cast<const char*>(args.codes) + task.first_row * steps * 4;
-  int32_t* sums = reinterpret_cast<int32_t*>(scratch(task.rows * kPanel * sizeof(int32_t)));
-  multiply_task<int8_t>(codes, steps * 4, task.rows, words, steps, sums);
+  const char* codes = reinterpret_cast<const char*>(args.codes) + task.first_row * kDigits * steps * 4;
+  int32_t* sums = reinterpret_cast<int32_t*>(scratch(digit_rows * kPanel * sizeof(int32_t)));
+  multiply_task<int8_t>(codes, steps * 4, digit_rows, words, steps, sums);
   write_outputs<T>(args, task, [&](int64_t r, int64_t c) {
-    const I32 sum = load_vector<I32>(sums + r * kPanel + c) - kCodeOffset * load_vector<I32>(column_sums + c);
-    return __builtin_convertvector(sum, F32) * splat(row_scales[r]) * load(scales + c);
+    const int32_t* own = sums + r * kDigits * kPanel + c;
+    const I32 offset = kCodeOffset * load_vector<I32>(column_sums + c);
+    F32 sum = __builtin_convertvector(load_vector<I32>(own) - offset, F32);
+    if constexpr (kDigits == 2)
+      sum = fma(sum, splat(256.0f), __builtin_convertvector(load_vector<I32>(own + kPanel) - offset, F32));
+    return sum * splat(row_scales[r]) * load(scales + c);
   });
 }
 
@@ -185,16 +214,22 @@ template <class T>
 void linear_of(const LinearArgs& args, const LinearTask& task) {
   switch (args.weight->format) {
     case Format::as_activations: return linear_float<T>(args, task);
-    case Format::w8a16: return linear_w8a16<T>(args, task);
-    case Format::w8a8: return linear_w8a8<T>(args, task);
+    case Format::w8a16:
+      if constexpr (kInDigits<T>)
+        if (num_digits(*args.weight)) return linear_digits<T, 2>(args, task);
+      return linear_w8a16<T>(args, task);
+    case Format::w8a8: return linear_digits<T, 1>(args, task);
   }
 }
 
 void linear(const LinearArgs& args, int64_t task) {
+  [[maybe_unused]] const TileUse tiles;
   args.weight->dtype == Dtype::bf16 ? linear_of<bf16>(args, LinearTask(args, task))
                                     : linear_of<float>(args, LinearTask(args, task));
 }
 
 void quantize(const LinearArgs& args, int64_t row) {
-  args.weight->dtype == Dtype::bf16 ? quantize_row<bf16>(args, row) : quantize_row<float>(args, row);
+  if constexpr (kInDigits<bf16>)
+    if (args.weight->format == Format::w8a16) return quantize_to_digits<bf16, 2>(args, row);
+  args.weight->dtype == Dtype::bf16 ? quantize_to_digits<bf16, 1>(args, row) : quantize_to_digits<float, 1>(args, row);
 }

@@ -61,7 +61,7 @@ TWINPOOL_API void twinpool_moe_experts(const ExpertsArgs* experts, const char* x
                                        int64_t k, const float* weights, const int32_t* chosen, char* out) {
   const PackedLinear &gate_up = experts->gate_up[0], &down = experts->down[0];
   const int64_t hidden = gate_up.in_features, inner = down.in_features, size = size_of(gate_up.dtype), pairs = rows * k;
-  const bool quantizes = gate_up.format == Format::w8a8;
+  const int64_t digits = std::max(kernels().num_digits(gate_up), kernels().num_digits(down));
 
   char *sorted, *projected, *gated, *turned, *returned;
   int8_t* codes;
@@ -74,7 +74,7 @@ TWINPOOL_API void twinpool_moe_experts(const ExpertsArgs* experts, const char* x
     gated = carver.take<char>(pairs * inner * size);
     turned = experts->gated_rotation ? carver.take<char>(pairs * inner * size) : gated;
     returned = carver.take<char>(pairs * down.out_features * size);
-    codes = carver.take<int8_t>(quantizes ? pairs * 4 * std::max(gate_up.steps, down.steps) : 0);
+    codes = carver.take<int8_t>(pairs * digits * 4 * std::max(gate_up.steps, down.steps));
     row_scales = carver.take<float>(pairs);
     places = carver.take<int32_t>(pairs);
     return carver.bytes();
@@ -101,11 +101,12 @@ TWINPOOL_API void twinpool_moe_experts(const ExpertsArgs* experts, const char* x
   const auto multiply = [&](const PackedLinear* matrices, const char* from, char* to) {
     const PackedLinear& any = matrices[0];
     const int64_t in_stride = any.in_features * size, out_stride = any.out_features * size;
-    if (quantizes) for_each_row(kernels().quantize, {&any, from, in_stride, pairs, codes, row_scales, nullptr}, pairs);
+    const int64_t own_digits = kernels().num_digits(any);
+    if (own_digits) for_each_row(kernels().quantize, {&any, from, in_stride, pairs, codes, row_scales, nullptr}, pairs);
     linears.clear();
     for (int64_t e = 0; e < experts->num_experts; ++e)
       if (const int64_t begin = begins[e], count = begins[e + 1] - begin; count)
-        linears.push_back({matrices + e, from + begin * in_stride, in_stride, count, codes + begin * 4 * any.steps,
+        linears.push_back({matrices + e, from + begin * in_stride, in_stride, count, codes + begin * own_digits * 4 * any.steps,
                            row_scales + begin, to + begin * out_stride});
     run_linears(linears);
   };
@@ -127,8 +128,20 @@ TWINPOOL_API void twinpool_grouped_linear(const PackedLinear* matrices, int64_t 
   std::vector<LinearArgs>& linears = kept;
   linears.clear();
   if (!rows) return;
-  for (int64_t g = 0; g < groups; ++g)
-    linears.push_back({matrices + g, x + g * x_group_stride, x_row_stride, rows, nullptr, nullptr,
+  const int64_t digits = kernels().num_digits(matrices[0]), row_codes = digits * 4 * matrices[0].steps;
+  int8_t* codes;
+  float* row_scales;
+  const auto carve = [&](char* base) {
+    Carver carver(base);
+    codes = carver.take<int8_t>(groups * rows * row_codes), row_scales = carver.take<float>(groups * rows);
+    return carver.bytes();
+  };
+  carve(caller_scratch(carve(nullptr)));
+  for (int64_t g = 0; g < groups; ++g) {
+    linears.push_back({matrices + g, x + g * x_group_stride, x_row_stride, rows, codes + g * rows * row_codes,
+                       row_scales + g * rows,
                        out + g * rows * matrices[g].out_features * size_of(matrices[g].dtype)});
+    if (digits) for_each_row(kernels().quantize, linears.back(), rows);
+  }
   run_linears(linears);
 }

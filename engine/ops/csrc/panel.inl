@@ -45,6 +45,21 @@ constexpr int64_t kLine = 64;       // bytes of a cache line
 constexpr int kIntoL2 = 2;          // L1 is full of what the rows pass over
 constexpr int64_t kStepBytes = kPanel * 4;
 
+#if TWINPOOL_AMX
+#include "tiles.inl"
+template <class T>
+constexpr bool kInTiles = sizeof(T) < 4;
+#else
+struct TileUse {};  // no tiles to release
+constexpr int64_t kRowsInTiles = 0;
+template <class T>
+constexpr bool kInTiles = false;
+#endif
+
+// Rows that attention hands to multiply_rows at once: their scores stay in L1.
+template <class T>
+constexpr int64_t kRowsTogether = kInTiles<T> ? kRowsInTiles : kMaxRows;
+
 template <class T, int kRows>
 void multiply_panel(const char* x, int64_t x_stride, const uint32_t* panel, int64_t steps, Element<T>* out,
                     int64_t out_stride, bool accumulate, const char* ahead, int64_t ahead_step) {
@@ -81,6 +96,12 @@ void multiply_panel(const char* x, int64_t x_stride, const uint32_t* panel, int6
 template <class T>
 void multiply_rows(const char* x, int64_t x_stride, int64_t rows, const uint32_t* panel, int64_t steps,
                    Element<T>* out, int64_t out_stride, bool accumulate, const char* ahead = nullptr) {
+#if TWINPOOL_AMX
+  // Few rows of bytes are quicker without, and sums of integers are the same either way.
+  if constexpr (kInTiles<T>)
+    if (sizeof(T) == sizeof(bf16) || rows > kMaxRows)
+      return multiply_in_tiles<T>(x, x_stride, rows, panel, steps, out, out_stride, accumulate);
+#endif
   const int64_t passes = ceil_div(rows, kMaxRows), even_share = ceil_div(rows, passes);  // 7 as 4 + 3, not as 6 + 1
   if (passes < 2) ahead = nullptr;
   const int64_t ahead_step = passes < 4 ? 2 * kLine : kLine;

@@ -16,14 +16,16 @@ float largest_magnitude(const T* x, int64_t width) {
   return magnitude;
 }
 
-// value / divisor to the nearest integer, ties to even, within -127 .. 127.
-TWINPOOL_INLINE I32 to_code(F32 value, F32 divisor) {
+// value / divisor to the nearest integer, ties to even, within -largest .. largest, which is below 2^22.
+TWINPOOL_INLINE I32 to_integer(F32 value, F32 divisor, float largest) {
   F32 code = value / divisor;
-  code = code > 127.0f ? splat(127.0f) : code;
-  code = code < -127.0f ? splat(-127.0f) : code;
+  code = code > largest ? splat(largest) : code;
+  code = code < -largest ? splat(-largest) : code;
   const F32 shifter = splat(0x1.8p23f);  // adding it leaves the nearest even integer in the low bits
   return (I32)(code + shifter) - (I32)shifter;
 }
+
+TWINPOOL_INLINE I32 to_code(F32 value, F32 divisor) { return to_integer(value, divisor, 127.0f); }
 
 #if TWINPOOL_BF16_DOT
 // The bf16 of 0 .. 127, split into bytes; and where the bytes of two neighbours come from, 64 + i being high byte i.

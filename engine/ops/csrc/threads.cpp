@@ -30,7 +30,10 @@ class ThreadPool {
     std::lock_guard<std::mutex> one_caller(caller_);
     stop();
     for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this] { serve(); });
+    size_.store(num_threads, std::memory_order_relaxed);
   }
+
+  int size() const { return size_.load(std::memory_order_relaxed); }
 
   void run(int64_t count, Task task, const void* context) {
     std::unique_lock<std::mutex> one_caller(caller_, std::try_to_lock);
@@ -91,6 +94,7 @@ class ThreadPool {
 
   std::mutex caller_;  // held by the one call that uses the workers
   std::vector<std::thread> workers_;
+  std::atomic<int> size_{1};  // the caller's thread included
 
   std::mutex state_;  // guards what follows, the atomics' changes included
   std::condition_variable wake_, done_;
@@ -133,6 +137,8 @@ class Growing {
 }  // namespace
 
 void set_num_threads(int count) { pool().resize(count); }
+
+int num_threads() { return pool().size(); }
 
 void run_tasks(int64_t count, Task task, const void* context) { pool().run(count, task, context); }
 

@@ -8,6 +8,7 @@ namespace twinpool {
 
 // How many threads, the caller's included, one call may use.
 void set_num_threads(int count);
+int num_threads();
 
 using Task = void (*)(const void* context, int64_t index);
 
