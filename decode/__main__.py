@@ -27,6 +27,7 @@ from service.drain import until_idle, until_stopped
 from service.registration import Registration, new_incarnation
 from service.security import warn_if_open
 from service.serve import Service, announce_ready, run, serve
+from twinpool import model_store
 from twinpool.certificates import Certificates
 from twinpool.errors import ConfigError
 from twinpool.v1.router_pb2 import POOL_DECODE
@@ -54,6 +55,7 @@ async def _serve(config: DecodeConfig, stop: asyncio.Event) -> None:
     memory = cache_memory(config.kv_transport)
     engine = _load(config, None if memory is None else memory.allocate)
     registry = metrics.new_registry()
+    metrics.show_expiry(registry, certificates)
     async with AsyncExitStack() as closing:  # in reverse order
         if memory is not None:
             closing.callback(memory.close)
@@ -133,6 +135,7 @@ def _load(config: DecodeConfig, allocate: Allocate | None) -> Engine:
         memory_bytes=config.memory,
         max_sequences=config.max_batch,
         threads=config.threads or len(os.sched_getaffinity(0)),
+        packed_weights=model_store.packed_weights(config.packed_weights),
         allocate=allocate,
     )
 

@@ -184,11 +184,10 @@ class Worker:
         items = [
             BatchItem(each.output_token_ids[-1:], each.num_tokens - 1, each.block_ids, each.state) for each in sequences
         ]
-        hidden = self._engine.forward(Batch.build(items, self._engine.blocks.block_size))
         rows = [
             SampleRow(each.sampling, each.prompt_token_ids, each.output_token_ids, each.choice) for each in sequences
         ]
-        return self._engine.sample(self._engine.logits(hidden), rows)
+        return self._engine.decode(items, rows)
 
     def _prefill(self, chunks: list[Chunk]) -> None:
         begin = time.monotonic()

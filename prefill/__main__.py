@@ -26,6 +26,7 @@ from service.drain import until_idle, until_stopped
 from service.registration import Registration, new_incarnation
 from service.security import warn_if_open
 from service.serve import Service, announce_ready, run, serve
+from twinpool import model_store
 from twinpool.certificates import Certificates
 from twinpool.errors import ConfigError
 from twinpool.v1.router_pb2 import POOL_PREFILL
@@ -53,6 +54,7 @@ async def _serve(config: PrefillConfig, stop: asyncio.Event) -> None:
     check_free(config.host, port=config.port, metrics_port=config.metrics_port)
     engine = _load(config)
     registry = metrics.new_registry()
+    metrics.show_expiry(registry, certificates)
     async with AsyncExitStack() as closing:  # in reverse order
         figures = PrefillMetrics(registry)
         sender = KvSender(
@@ -124,6 +126,7 @@ def _load(config: PrefillConfig) -> Engine:
         memory_bytes=config.memory,
         max_sequences=SNAPSHOTS * sum(config.limits.prompts.values()),
         threads=config.threads or len(os.sched_getaffinity(0)),
+        packed_weights=model_store.packed_weights(config.packed_weights),
     )
 
 

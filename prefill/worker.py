@@ -3,7 +3,8 @@
 Other threads only put commands into its inbox; it answers through each sequence's `emit`. After the scheduler has put a
 chunk into a step (prefill/scheduler.py), a request goes on here:
 
- 1. After each layer of the step, the chunk's finished rows of that layer are handed to the push, which sends them while
+ 1. The block that the prompt does not fill is cleared before its first tokens get there, for it travels as a whole.
+    After each layer of the step, the chunk's finished rows of that layer are handed to the push, which sends them while
     the next layer computes: full blocks at once, the partly filled one at the prompt's end, and with the first chunk
     those that came from the prefix cache.
  2. After its last chunk the first token of every choice is sampled: FirstTokens, and commit of the push.
@@ -249,6 +250,7 @@ class Worker:
         """Runs the step; the first tokens of the prompts that are complete with it."""
         items = [BatchItem(each.token_ids, each.start, each.sequence.block_ids, each.sequence.state) for each in chunks]
         batch = Batch.build(items, self._engine.blocks.block_size)
+        self._clear_tails(chunks)
         finals = [self._final_rows(chunk, chunk.sequence.push) for chunk in chunks if chunk.sequence.push is not None]
 
         def on_layer(layer: int) -> None:
@@ -277,6 +279,19 @@ class Worker:
         per_token_s = seconds / sum(chunk.end - chunk.start for chunk in chunks)
         for chunk in chunks:
             chunk.sequence.compute_s += per_token_s * (chunk.end - chunk.start)
+
+    def _clear_tails(self, chunks: list[Chunk]) -> None:
+        """Blocks travel whole, but the last one of a prompt is filled in part: what another request left behind in it
+        must not go along. States are cleared, or copied as a whole, when they are handed out.
+        """
+        size = self._engine.blocks.block_size
+        cleared = []
+        for chunk in chunks:
+            last = chunk.sequence.num_tokens // size  # of the prompt's blocks, if it is filled in part
+            if chunk.sequence.push is not None and chunk.start <= last * size < chunk.end:
+                cleared.append(chunk.sequence.block_ids[last])
+        if cleared:
+            self._engine.cache.clear("block", cleared)
 
     def _final_rows(self, chunk: Chunk, push: Push) -> _Rows:
         num_blocks = len(chunk.sequence.block_ids)

@@ -151,13 +151,14 @@ def test_failing_step_ends_its_requests_only(
 ) -> None:
     with open_pair(engine(), engine()) as pair:
         failing = getattr(pair, side)
-        healthy = failing.forward
+        step = "forward" if side == "prefill_engine" else "decode"
+        healthy = getattr(failing, step)
 
-        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            monkeypatch.setattr(failing, "forward", healthy)
+        def fail_once(*args: Any, **kwargs: Any) -> Any:
+            monkeypatch.setattr(failing, step, healthy)
             raise RuntimeError("injected")
 
-        monkeypatch.setattr(failing, "forward", forward)
+        monkeypatch.setattr(failing, step, fail_once)
         call = pair.call(prompt_of(40), greedy(12))
         call.wait_for(Finished if side == "prefill_engine" else Ended)
         call.wait()

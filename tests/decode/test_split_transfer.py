@@ -10,6 +10,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -65,13 +66,13 @@ def reserved(pair: Pair, prompt: Sequence[int], **options: Any) -> tuple[Call, b
 def times_of_steps(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> list[float]:
     """When each step of the engine begins, from now on."""
     begun: list[float] = []
-    forward = engine.forward
 
-    def timed(*args: Any, **options: Any) -> torch.Tensor:
+    def timed(step: Callable[..., Any], *args: Any, **options: Any) -> Any:
         begun.append(time.monotonic())
-        return forward(*args, **options)
+        return step(*args, **options)
 
-    monkeypatch.setattr(engine, "forward", timed)
+    for name in ("forward", "decode"):
+        monkeypatch.setattr(engine, name, partial(timed, getattr(engine, name)))
     return begun
 
 
@@ -81,17 +82,21 @@ def test_a_late_writer_does_not_reach_the_rows_that_another_request_got(
 ) -> None:  # L4, L5
     late = Faults(delay_ms=500, delay_from_region=1)  # the sender knows where to write, and does so late
     with open_pair(engine(), engine(rows=8), faults=late, transport=transport) as pair:
-        first = pair.call(prompt_of(100), greedy(10), timeout_s=0.2 if end == "expiry" else 20).wait_for(FirstTokens)
-        if end == "cancel":
-            first.cancel()
-        first.wait()
-        assert first.ended is not None
-        if end == "expiry":
-            assert isinstance(first.ended.error, TransferTimeout)
-        second = pair.call(prompt_of(101), greedy(10)).wait()  # 7 of 8 rows each
-        assert second.token_ids() == alone(oracle, prompt_of(101), greedy(10))
-        assert len(first.outputs[0]) == 1
-        assert pair.sample("twinpool_decode_transfer_refusals_total", error="ReservationGone") > 0
+        for _ in range(5):  # on a busy machine the sender may hear of the end before it has begun to write
+            first = pair.call(prompt_of(100), greedy(10), timeout_s=0.2 if end == "expiry" else 20)
+            first.wait_for(FirstTokens)
+            if end == "cancel":
+                first.cancel()
+            first.wait()
+            assert first.ended is not None
+            if end == "expiry":
+                assert isinstance(first.ended.error, TransferTimeout)
+            second = pair.call(prompt_of(101), greedy(10)).wait()  # 7 of 8 rows each
+            assert second.token_ids() == alone(oracle, prompt_of(101), greedy(10))
+            assert len(first.outputs[0]) == 1
+            if pair.sample("twinpool_decode_transfer_refusals_total", error="ReservationGone") > 0:
+                return
+    pytest.fail("no row was ever late")
 
 
 def test_rows_of_a_late_last_layer_are_not_reused_before_the_acknowledgement(
@@ -292,7 +297,8 @@ def test_rows_of_a_long_prompt_travel_while_it_is_computed(
                 (push,) = {sequence.push for sequence in pair.prefill._open}
                 assert push is not None
                 end = time.monotonic() + TIMEOUT_S
-                while push._outbound._queued_rows or push._outbound._leaving or push._outbound._inbox:
+                link = push._outbound
+                while link._departures is None or link._departures.has_some or link._inbox:
                     assert time.monotonic() < end, "rows wait for the end of the prompt"
                     time.sleep(0.0002)
                 left.append(push.num_rows)
