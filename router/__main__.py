@@ -24,6 +24,7 @@ _GC_ALLOCATIONS = 20_000  # between two collections; a token makes about ten obj
 async def _main(config: RouterConfig, stop: asyncio.Event) -> None:
     figures = metrics.new_registry()
     router = Router(config, RouterMetrics(figures))
+    metrics.show_expiry(figures, router.certificates)
     http = metrics.serve_metrics(config.host, config.metrics_port, figures, healthy=lambda: not stop.is_set())
     try:
         await router.start()

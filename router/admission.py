@@ -1,8 +1,9 @@
 """Who starts next, who has to wait, and who is refused.
 
 1. A request that cannot end by its deadline, by what is predicted of the queue and of the workers, is refused at once.
-2. So is one that finds the queue of its class full. When the router as a whole holds all that it may, the class of the
-   lowest priority gives way: the last of its queue is refused, to make room for a request of a class above.
+2. So is one that finds the queue of its class full, unless another tenant has more of that queue: then the last of the
+   tenant with most of it gives way. When the router as a whole holds all that it may, the class of the lowest priority
+   gives way: the last of its queue is refused, to make room for a request of a class above.
 3. The others wait in lanes (waiting.py) for a pair of workers (placement.py). Every refusal says when to come back.
 
 A request that has been placed may return for another attempt; it then goes before all that have not started, and no
@@ -12,7 +13,7 @@ bound refuses it: its client has already been told yes.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
 from router.classifier import LONG, SHORT, SlaClass
@@ -94,9 +95,9 @@ class Admission:
             self._placement.compute_s(demand),
         )
         if not resumption:
-            self._refuse_full(sla)
+            self._refuse_full(sla, tenant)
             self._refuse_late(entry, deadline - loop.time())
-            self._make_room(sla)
+            self._make_room(sla, tenant)
         entry.lane.push(entry)
         try:
             self.pump()
@@ -170,9 +171,9 @@ class Admission:
 
     # Refusals
 
-    def _refuse_full(self, sla: SlaClass) -> None:
+    def _refuse_full(self, sla: SlaClass, tenant: str) -> None:
         waiting = self.queued(sla.name)
-        if waiting >= sla.queue:
+        if waiting >= sla.queue and self._crowding(sla, tenant) is None:
             raise Overloaded(
                 f"the queue of SLA class {sla.name!r} is full ({waiting} requests wait); try again later",
                 retry_after_s=self._retry_after_s(sla.queue),
@@ -189,9 +190,9 @@ class Admission:
             queue_s = self._ahead_s(entry) / max(1, self._placement.num_prefill)
         if alone_s + queue_s <= _MARGIN * left_s:
             return
-        more = f", {queue_s:.1f} s of them in the queue" if queue_s else ""
+        more = f", {queue_s:.3g} s of them in the queue" if queue_s else ""
         raise Overloaded(
-            f"the answer would take about {alone_s + queue_s:.1f} s{more}, and {max(0.0, left_s):.1f} s are left "
+            f"the answer would take about {alone_s + queue_s:.3g} s{more}, and {max(0.0, left_s):.3g} s are left "
             "until its deadline; give it more time, or try again later",
             retry_after_s=min(60.0, max(0.1, alone_s + queue_s - left_s)),
         )
@@ -204,10 +205,17 @@ class Admission:
         mine = ahead + entry.compute_s
         return ahead + sum(min(lane.compute_s, mine * lane.sla.weight / own.sla.weight) for lane in others)
 
-    def _make_room(self, sla: SlaClass) -> None:
-        """Sheds the last of the lowest class below `sla` when the router holds all that it may. Raises Overloaded."""
-        if self.all_queued < self._max_queued:
-            return
+    def _make_room(self, sla: SlaClass, tenant: str) -> None:
+        """Sheds a request where the class, or the router, holds all that it may. Raises Overloaded if it is this one.
+
+        In the class it is the last of the tenant with most; in the router the last of the lowest class below `sla`.
+        """
+        full = self.queued(sla.name) >= sla.queue
+        if not full and self.all_queued < self._max_queued:
+            return None
+        crowding = self._crowding(sla, tenant)
+        if full and crowding is not None:
+            return self._shed_crowding(crowding, sla.queue)
         retry_after_s = self._retry_after_s(self._max_queued)
         for lane in sorted(self._lanes.values(), key=lambda lane: (lane.sla.priority, -lane.waiting)):
             victim = lane.last() if lane.sla.priority < sla.priority else None
@@ -219,10 +227,30 @@ class Admission:
                         retry_after_s=retry_after_s,
                     )
                 )
-                return
+                return None
+        if crowding is not None:
+            return self._shed_crowding(crowding, self._max_queued)
         raise Overloaded(
             f"this router is overloaded ({self.all_queued} requests wait); try again later",
             retry_after_s=retry_after_s,
+        )
+
+    def _crowding(self, sla: SlaClass, tenant: str) -> Entry | None:
+        """The last request of the tenant with most of a class' queue; None if `tenant` would have as many."""
+        lanes = [lane for lane in self._lanes.values() if lane.sla.name == sla.name]
+        counts = sum((lane.by_tenant() for lane in lanes), Counter[str]())
+        most = max(counts, key=counts.__getitem__, default=tenant)
+        if counts[most] <= counts[tenant] + 1:
+            return None
+        return max(lanes, key=lambda lane: lane.by_tenant()[most]).last(most)
+
+    def _shed_crowding(self, victim: Entry, bound: int) -> None:
+        victim.pair.set_exception(
+            Overloaded(
+                "the queue is full, and this tenant has most of what waits in SLA class "
+                f"{victim.lane.sla.name!r}: the last of its requests made room for another tenant's; try again later",
+                retry_after_s=self._retry_after_s(bound),
+            )
         )
 
     def _watch_pools(self) -> None:

@@ -166,6 +166,8 @@ class Attempt:
         self._ended.set()
         if end.decode_ms:
             self._timeline.decode_ms = end.decode_ms
+            if len(self._choices) == 1 and not self._pair.is_local:
+                self._lesson.decoded(end.decode_ms / 1000)
         if self._done.done():
             return
         decode = [self._pair.decode] if self._pair.decode is not None else []
@@ -226,6 +228,7 @@ class Attempt:
         self.cached_tokens = event.cached_tokens
         self._timeline.prefilled(event, time.monotonic())
         self._lesson.prefilled(event)
+        self._pair.prefilled()
         for choice in self._choices.values():
             if choice.awaits_echo:
                 choice.echo(event.prompt or [Token(token_id) for token_id in self._prompt])

@@ -1,7 +1,11 @@
 """What a prefill worker still has to compute before a new prompt is done, as seconds of its device.
 
 A worker gives half of each step to short and half to long inputs as long as both wait (prefill/scheduler.py): so a
-newcomer waits for those of its own class, and for the other class as long as that has something, at half speed.
+newcomer waits for those of its own class, and for the other class as long as that has something, at half speed. A short
+one waits for whole steps, though: for the rest of the one that runs, and for all of its own, which long inputs fill up.
+
+Long inputs shrink as time passes. A short one is computed in a step or two, and is all there until it is done: to take
+it for half done would send the next short ones after it.
 
 Reports come once a heartbeat. In between the estimate grows with every claim, shrinks as time passes, and never exceeds
 what the open claims and the last report leave room for.
@@ -44,17 +48,21 @@ class Backlog:
 
     def of(self, input_class: str) -> float:
         self._pass_time()
-        return self._seconds[input_class]
+        least = self._claimed[SHORT] if input_class == SHORT else 0.0
+        return max(self._seconds[input_class], least)
 
     @property
     def total(self) -> float:
-        self._pass_time()
-        return self._seconds[SHORT] + self._seconds[LONG]
+        return self.of(SHORT) + self.of(LONG)
 
-    def until_done(self, input_class: str, seconds: float) -> float:
-        """Until a newcomer that takes `seconds` on its own is computed."""
+    def until_done(self, input_class: str, seconds: float, beside_long_s: float = 0.0) -> float:
+        """Until a newcomer that takes `seconds` on its own is computed.
+
+        beside_long_s: what steps full of long inputs were seen to add to a short one.
+        """
         own = self.of(input_class) + seconds
-        return own + min(own, self._seconds[_OTHER[input_class]])
+        other = max(own, beside_long_s) if input_class == SHORT else own
+        return own + min(other, self.of(_OTHER[input_class]))
 
     def _pass_time(self) -> None:
         now = self._clock()

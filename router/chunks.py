@@ -6,12 +6,16 @@ Waking a task for every stream would cost as much as all else that the router do
 2. the pass builds a message for each marked stream that has none on its way, and runs `context.write`, a coroutine, by
    hand up to what it waits for; a callback runs it on from there
 3. while a message is on its way, what comes meanwhile waits and goes out together in the next: gRPC holds one message a
-   stream, however slow its client is, and a router that falls behind sends fewer, larger ones
+   stream, however slow its client is
+4. after a pass as much time is left to everything else as the pass took, above all to reading the workers' next
+   messages. With little to write that is far less than the time between two steps. A router that falls behind sends
+   fewer, larger messages, where one that wrote after each message would alternate the two and never catch up
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -19,22 +23,32 @@ from router.choice import Delta
 
 Write = Callable[[list[Delta]], Coroutine[Any, Any, None]]  # starts one message
 
+_LONGEST_REST_S = 0.02  # a pass that took longer was kept from its core
+
 
 class Chunks:
     """The passes. Owned by one event loop."""
 
     def __init__(self) -> None:
         self._marked: list[ChunkStream] = []
+        self._rest_until = 0.0  # on time.perf_counter: the loop's own clock stands still within an iteration
 
     def mark(self, stream: ChunkStream) -> None:
         if not self._marked:
-            asyncio.get_running_loop().call_soon(self._pass)
+            loop, left_s = asyncio.get_running_loop(), self._rest_until - time.perf_counter()
+            if left_s > 0:
+                loop.call_later(left_s, self._pass)
+            else:
+                loop.call_soon(self._pass)
         self._marked.append(stream)
 
     def _pass(self) -> None:
+        begin = time.perf_counter()
         marked, self._marked = self._marked, []
         for stream in marked:
             stream.flush()
+        end = time.perf_counter()
+        self._rest_until = end + min(end - begin, _LONGEST_REST_S)
 
 
 class ChunkStream:
@@ -44,6 +58,7 @@ class ChunkStream:
         self._chunks = chunks
         self._take = take
         self._write = write
+        self._has_news = False
         self._is_marked = False
         self._writing: Coroutine[Any, Any, None] | None = None
         self._is_last = False
@@ -51,6 +66,7 @@ class ChunkStream:
 
     def news(self) -> None:
         """There is something to take."""
+        self._has_news = True
         if not self._is_marked and self._writing is None:
             self._is_marked = True
             self._chunks.mark(self)
@@ -75,6 +91,7 @@ class ChunkStream:
         self._is_marked = False
         if self._writing is not None or self._sent.done():
             return
+        self._has_news = False
         fresh = self._take()
         if fresh:
             self._writing = self._write(fresh)
@@ -90,7 +107,8 @@ class ChunkStream:
             future = writing.send(None)
         except StopIteration:
             self._writing = None
-            self.flush()
+            if self._has_news or self._is_last:
+                self.news()
         except BaseException as error:  # of gRPC, mostly because the client is gone
             self._writing = None
             if isinstance(error, asyncio.CancelledError):

@@ -138,6 +138,10 @@ class Pair:
         if self._decode_claim is not None:
             self._decode_claim.reserved = True
 
+    def prefilled(self) -> None:
+        """The first tokens are there."""
+        self.prefill.computed(self._prefill_claim)
+
     def release_prefill(self) -> None:
         self.prefill.release(self._prefill_claim)
 
@@ -374,7 +378,8 @@ class Placement:
             cached = worker.cached_tokens(demand.digests)
             input_class = self._classifier.input_class(demand.num_tokens - cached)
             compute_s = self.predictor.prefill_s(worker.info.worker_id, demand.num_tokens, cached)
-            done_s = worker.backlog.until_done(input_class, compute_s)
+            beside_long_s = self.predictor.beside_long_s(worker.info.worker_id)
+            done_s = worker.backlog.until_done(input_class, compute_s, beside_long_s)
             if not known[worker]:  # what it has to do is unknown as well: no less than the others
                 done_s = max(done_s, typical_s + compute_s)
             yield PrefillOption(

@@ -200,11 +200,16 @@ class Worker:
         self.last_claim = next(_claim_numbers)
         return claim
 
+    def computed(self, claim: Claim) -> None:
+        """The prompt is: what is left to do is to send its rows. Idempotent."""
+        self.backlog.release(claim.input_class, claim.compute_s)
+        claim.compute_s = 0.0
+
     def release(self, claim: Claim) -> None:
         """Idempotent."""
         if claim in self.claims:
             self.claims.remove(claim)
-            self.backlog.release(claim.input_class, claim.compute_s)
+            self.computed(claim)
             if claim.probe:
                 self.breaker.end_probe()
 

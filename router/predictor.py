@@ -5,6 +5,7 @@ local(worker)    = a + b * tokens + c * tokens * context + d * tokens * requests
                                                              the same on a decode worker, between the steps of others
 transfer(pair)   = a + b * bytes                             what is left of it after the first token
 tpot(worker)     = a + b * requests                          at the batch that a request would join
+beside_long(worker) = a mean of the last ones               what a short prompt waits for steps that long ones fill
 reserve(worker)  = what it was lately, fading                the wait for rows
 
 A worker that nobody has told anything about yet is unknown, not fast: it is taken to be as the others of its pool, by a
@@ -75,6 +76,7 @@ class Predictor:
         self._transfer = _Models(2, clock)
         self._tpot = _Models(2, clock)
         self._reserve: OrderedDict[str, tuple[float, float]] = OrderedDict()  # mean wait, and when it was noted
+        self._beside_long: OrderedDict[str, float] = OrderedDict()
         self._bytes_per_token = 0.0
 
     def knows_prefill(self, worker_id: str) -> bool:
@@ -88,6 +90,10 @@ class Predictor:
         features = _prompt(num_tokens, num_cached)
         found = self._prefill.predict(worker_id, features)
         return (num_tokens - num_cached) * DEFAULT_TOKEN_S if found is None else found
+
+    def beside_long_s(self, worker_id: str) -> float:
+        """What a short prompt waits besides its own time while the worker computes long ones; 0: nothing is known."""
+        return self._beside_long.get(worker_id, 0.0)
 
     def local_prefill_s(self, worker_id: str, num_tokens: int, num_requests: int) -> float:
         """Until a decode worker with `num_requests` others has computed a prompt; unknown: as prefill workers."""
@@ -112,6 +118,12 @@ class Predictor:
 
     def prefilled(self, worker_id: str, num_tokens: int, num_cached: int, seconds: float) -> None:
         self._prefill.add(worker_id, _prompt(num_tokens, num_cached), seconds)
+
+    def waited_beside_long(self, worker_id: str, seconds: float) -> None:
+        known = self._beside_long.pop(worker_id, seconds)
+        self._beside_long[worker_id] = 0.9 * known + 0.1 * seconds
+        if len(self._beside_long) > MOST_KEYS:
+            self._beside_long.popitem(last=False)
 
     def prefilled_locally(self, worker_id: str, num_tokens: int, num_requests: int, seconds: float) -> None:
         self._local.add(worker_id, (*_prompt(num_tokens, 0), float(num_tokens * num_requests)), seconds)

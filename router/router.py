@@ -39,7 +39,7 @@ class Router:
         """Reads the model's directory. Raises ConfigError."""
         self.config = config
         self._figures = figures
-        self._certificates = config.load_certificates()
+        self.certificates = config.load_certificates()
         folder = Path(config.tokenizer)
         card = ModelCard.load(config.model or folder.resolve().name, folder, config.max_context)
         tokenizer = Tokenizer(folder, card.vocab_size)
@@ -108,7 +108,7 @@ class Router:
             host=self.config.host,
             port=self.config.port,
             cluster_key=self.config.cluster_key,
-            certificates=self._certificates,
+            certificates=self.certificates,
             client_certs=self.config.tls_client_certs,
         )
         self._tasks = [
@@ -134,7 +134,7 @@ class Router:
         await self.registry.close()
 
     def _connect(self, info: WorkerInfo) -> Link:
-        to_worker = channel(info.address, self.config.cluster_key, self._certificates)
+        to_worker = channel(info.address, self.config.cluster_key, self.certificates)
         kind = DecodeSession if info.pool is Pool.DECODE else PrefillClient
         return kind(info.worker_id, to_worker)
 

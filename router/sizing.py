@@ -26,6 +26,7 @@ from router.pools import Pool, Registry, Worker, WorkerState
 from router.queueing import places_for, servers_for_wait
 
 _BUSIEST = 0.8  # of a prefill worker's time
+_ROUNDING = 1e-4  # of a worker that asks for no other one: fitted times are off by up to 1e-5 where data are exact
 _RARE = 0.05  # classes with a smaller share of the arrivals do not size a pool
 _BURST_S = 15.0  # a rise within it counts at once...
 _BURST_ARRIVALS = 30  # ...when this many have come, so that it is hardly chance
@@ -140,7 +141,7 @@ class Sizing:
         squared_cv = max(0.0, mean_square / mean_s**2 - 1) if mean_s else 0.0
         rate = self._rate()
         load = rate * mean_s + self._queued_s() / self._window_s
-        wanted = max(1, math.ceil(load / _BUSIEST - 1e-3))
+        wanted = max(1, math.ceil(load / _BUSIEST - _ROUNDING))
         reason = f"{rate:.3g} prompts/s of {1000 * mean_s:.3g} ms keep {load:.3g} workers busy"
         for name, share in self._shares(count).items():
             sla = self._classes[name]

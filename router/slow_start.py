@@ -1,5 +1,5 @@
 """A worker that has just joined gets at most one and a half times its even share of the new requests, until it has
-caught up.
+caught up. What is placed before its probe has passed does not count: it would have that much in store then.
 
 Without this all new requests would go to the one that has least to do, before anybody knows whether it is any good.
 """
@@ -18,8 +18,9 @@ LONGEST_S = 30.0
 
 @dataclass(slots=True)
 class _Start:
-    """What was placed in its pool since a worker joined."""
+    """What was placed in its pool since a worker could be used."""
 
+    at: float
     placed: int = 0  # on it
     placed_in_pool: int = 0
 
@@ -32,10 +33,11 @@ class SlowStart:
 
     def allowed(self, workers: Sequence[Worker], pool: Sequence[Worker]) -> list[Worker]:
         """Those of `workers`, all of `pool`, that may take one more."""
-        self._look(pool)
+        proved = [worker for worker in pool if worker.proved]
+        self._look(proved)
         if not self._starting:
             return list(workers)
-        return [worker for worker in workers if self._may_take(worker, len(pool))]
+        return [worker for worker in workers if self._may_take(worker, len(proved))]
 
     def placed(self, worker: Worker) -> None:
         for other, start in self._starting.items():
@@ -48,17 +50,17 @@ class SlowStart:
         return start is None or start.placed + 1 <= ceil(SHARE * (start.placed_in_pool + 1) / pool_size)
 
     def _look(self, pool: Sequence[Worker]) -> None:
-        """Notes who is new in a pool, and who is new no more."""
+        """Notes who of a pool's proved workers is new, and who is new no more."""
         members = set(pool)
         kind = pool[0].info.pool if pool else Pool.PREFILL
         for worker in [each for each in self._starting if each.info.pool is kind]:
             others = [other.requests for other in members if other is not worker]
             caught_up = not others or worker.requests >= sum(others) / len(others) > 0
-            late = self._clock() - worker.joined_at > LONGEST_S
+            late = self._clock() - self._starting[worker].at > LONGEST_S
             if worker not in members or caught_up or late:
                 del self._starting[worker]
                 self._caught_up.add(worker)
         self._caught_up = {each for each in self._caught_up if each in members or each.info.pool is not kind}
         for worker in members - self._caught_up:
             if worker not in self._starting:
-                self._starting[worker] = _Start()
+                self._starting[worker] = _Start(self._clock())

@@ -158,6 +158,7 @@ async def start(model_dir: Path) -> AsyncIterator[Start]:
             "heartbeat_ms": 50,
             "lease_ms": 1000,
             "pool_wait": 0.3,
+            "max_attempts": 3,  # as many as tests count
             "probe_timeout": 0.0,  # what a worker was asked is what the test asked; test_prober.py has probes
         }
         router = Router(RouterConfig(**(defaults | options)), RouterMetrics(CollectorRegistry()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -20,6 +21,7 @@ class Client:
         self.fresh: list[int] = []
         self.written: list[list[int]] = []
         self.closed = False
+        self.busy_s = 0.0  # that starting a message keeps the loop busy
         self._failure = failure
         self._busy: asyncio.Future[None] | None = None
         self.stream = ChunkStream(chunks, self._take, self._write)
@@ -39,6 +41,7 @@ class Client:
 
     async def _write(self, deltas: list[Delta]) -> None:
         try:
+            time.sleep(self.busy_s)  # noqa: ASYNC251  it is the loop that is to be busy
             self.written += [[token.token_id for token in delta.tokens] for delta in deltas]
             await asyncio.sleep(0)  # a bare yield
             if self._failure is not None:
@@ -52,7 +55,7 @@ class Client:
 
 async def settled() -> None:
     for _ in range(6):
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)  # the rest after a pass is far shorter here
 
 
 async def test_each_token_goes_out_at_once_and_those_behind_a_slow_client_together() -> None:
@@ -80,6 +83,24 @@ async def test_tokens_of_one_pass_share_a_message() -> None:
         two.say([10 * token])
     await settled()
     assert (one.written, two.written) == ([[1, 2, 3]], [[10, 20, 30]])
+
+
+async def test_after_a_pass_the_workers_next_messages_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router that falls behind reads more between two passes, and so sends fewer messages."""
+    chunks = Chunks()
+    slow, other = Client(chunks), Client(chunks)
+    monkeypatch.setattr("router.chunks._LONGEST_REST_S", 10.0)
+    slow.busy_s = 0.2
+    slow.say([1])
+    await settled()
+    for token in (2, 3, 4):
+        other.say([token])
+        await settled()
+    assert (slow.written, other.written) == ([[1]], [])
+    async with asyncio.timeout(5):
+        while not other.written:
+            await asyncio.sleep(0.001)
+    assert other.written == [[2, 3, 4]]
 
 
 async def test_the_end_comes_after_everything_that_came_before_it() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from pathlib import Path
 
+import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
@@ -18,6 +19,9 @@ from router.router import Router
 from tests.fakes import Deployment, Fault
 from tests.router.conftest import Api, eventually
 from twinpool import errors
+from twinpool.v1 import worker_pb2
+from twinpool.v1.router_pb2 import POOL_DECODE
+from twinpool.v1.worker_pb2_grpc import RegistryStub
 
 PROMPT = list(range(40, 80))
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -138,3 +142,20 @@ async def test_stop_cancels_what_does_not_end_in_time(api: Api, fakes: Deploymen
     with pytest.raises(errors.TwinpoolError):
         await running
     assert api.router.front_door.running == 0
+
+
+async def test_a_worker_that_is_refused_is_in_the_log_once(api: Api, caplog: pytest.LogCaptureFixture) -> None:
+    def stranger(model: str) -> worker_pb2.WorkerReport:
+        info = worker_pb2.WorkerInfo(worker_id="d9", pool=POOL_DECODE, address="127.0.0.1:1", model=model)
+        return worker_pb2.WorkerReport(info=info)
+
+    stub = RegistryStub(api.channel)
+    for model in ("other", "other", "another"):
+        with pytest.raises(grpc.aio.AioRpcError, match="serves model"):
+            await stub.Join(iter([stranger(model)])).read()
+    told = [record for record in caplog.records if record.message == "worker refused"]
+    assert [("'other'" in record.reason, "'another'" in record.reason) for record in told] == [
+        (True, False),
+        (False, True),
+    ]
+    assert {record.worker for record in told} == {"d9"}

@@ -135,7 +135,7 @@ async def test_what_is_missing_is_named() -> None:
 def predicting(pools: Registry, **limits: Any) -> Placement:
     chooser = placement(pools, policy="predict", **limits)
     for worker in pools:
-        for tokens in (10, 100, 400) * 10:
+        for tokens in (10, 100, 400) * 10:  # of 30 observations the pool's mean keeps a fifteenth of the say
             if worker.info.pool is Pool.PREFILL:
                 chooser.predictor.prefilled(worker.info.worker_id, tokens, 0, tokens * speed_of(worker.info.worker_id))
             else:
@@ -214,6 +214,19 @@ async def test_worker_that_has_just_joined_gets_no_flood() -> None:
     join(pools, "d2", rows_free=10000)
     later = [ids(chooser.choose(demand()))[1] for _ in range(12)]
     assert 1 <= later.count("d2") <= 1.5 * 12 / 3 + 1
+
+
+async def test_what_is_placed_while_a_worker_waits_for_its_probe_gives_it_no_more_later() -> None:  # R6
+    pools = registry()
+    for name in ("p0", "d0", "d1"):
+        join(pools, name, rows_free=10000)
+    chooser = placement(pools, policy="least_loaded", prefill_slots=1000, decode_slots=1000)
+    fresh = join(pools, "d2", rows_free=10000)
+    fresh.proved = False
+    assert all(ids(chooser.choose(demand()))[1] != "d2" for _ in range(60))
+    fresh.proved = True
+    later = [ids(chooser.choose(demand()))[1] for _ in range(12)]
+    assert 1 <= later.count("d2") <= 1.5 * 12 / 3
 
 
 async def test_decision_holds_every_candidate_with_its_figures_and_the_reason() -> None:
