@@ -30,6 +30,7 @@ import sys
 import tomllib
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar, get_type_hints
@@ -185,6 +186,11 @@ class WorkerConfig(ProcessConfig):
         minimum=0,
     )
     memory: Size = option(Size(1 << 30), help="KV cache, beside the weights, or a fraction of the memory", unit="bytes")
+    packed_weights: str = option(
+        "auto",
+        help="folder through which workers of a host share packed weights; auto: packed below the store of models; off",
+        unit="path",
+    )
     threads: int = option(0, help="compute threads; 0 takes one a core", unit="threads", minimum=0, maximum=1024)
     cores: str = option("", help='CPU cores to run on, as in "0-3,8"; empty: all', unit="cores")
 
@@ -215,7 +221,8 @@ def run_main(main: Callable[[], int | None], prog: str) -> NoReturn:
     try:
         sys.exit(main())
     except ConfigError as error:
-        print(f"{prog}: {error.message}", file=sys.stderr)
+        with suppress(OSError):  # stderr is a file on a full disk; the status still tells
+            print(f"{prog}: {error.message}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -16,14 +16,22 @@ GET /metrics answers in Prometheus' text format, GET /healthz 200 "ok", or 503 w
 
 from __future__ import annotations
 
+import logging
+import ssl
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client import CollectorRegistry, Gauge, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
 from service.address import bind_error
+from twinpool.certificates import Certificates
+
+logger = logging.getLogger(__name__)
+
+EXPIRES_SOON_S = 14 * 86400.0
 
 # Upper bounds of histogram buckets, in the unit that the name ends with.
 REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 30, 60, 120, 300)
@@ -43,6 +51,20 @@ def new_registry() -> CollectorRegistry:
     PlatformCollector(registry=registry)
     GCCollector(registry=registry)
     return registry
+
+
+def show_expiry(registry: CollectorRegistry, certificates: Certificates | None) -> None:
+    """With TLS, a figure of when this process' certificate ends, and a warning where that is soon."""
+    if certificates is None:
+        return
+    ends = ssl.cert_time_to_seconds(certificates.valid_until)
+    Gauge(
+        "twinpool_certificate_expiry_timestamp_seconds",
+        "When the certificate of this process ends, in seconds since 1970.",
+        registry=registry,
+    ).set(ends)
+    if ends - time.time() < EXPIRES_SOON_S:
+        logger.warning("the certificate ends soon: peers refuse it then", extra={"until": certificates.valid_until})
 
 
 class MetricsServer:
@@ -94,6 +116,7 @@ def serve_metrics(
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
+        request_queue_size = 64  # connections to be accepted; with the library's 5 a burst waits for a second SYN
 
         def handle_error(self, request: object, client_address: object) -> None:
             """Says nothing: a prober that hangs up early is no event."""

@@ -34,7 +34,7 @@ import grpc
 
 from service.discovery import RouterAddress, Source
 from service.serve import channel
-from twinpool.certificates import Certificates
+from twinpool.certificates import Certificates, hint
 from twinpool.errors import Incompatible, InvalidRequest, TwinpoolError, Unauthenticated, Unavailable, from_status
 from twinpool.v1.worker_pb2 import WorkerInfo, WorkerLoad, WorkerReport
 from twinpool.v1.worker_pb2_grpc import RegistryStub
@@ -155,7 +155,8 @@ class Registration:
                     reported = error.message
                     level = logging.ERROR if refused else logging.WARNING
                     event = "router refuses this worker" if refused else "no lease with router"
-                    logger.log(level, event, extra={"router": router, "reason": error.message})
+                    reason = error.message + hint(error.message)
+                    logger.log(level, event, extra={"router": router, "reason": reason})
                 await asyncio.sleep(self._retry_refused_s if refused else delay_s * random.uniform(0.5, 1))
                 delay_s = min(delay_s * 2, RETRY_MOST_S)
 

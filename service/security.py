@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import hmac
 import logging
+import time
 from collections.abc import Awaitable, Callable, Collection
+from functools import partial
 from typing import Any
 
 import grpc
@@ -20,6 +22,9 @@ from service.address import is_loopback
 from twinpool.errors import ConfigError, Unauthenticated, to_metadata
 
 KEY_METADATA = "twinpool-cluster-key"
+_QUIET_S = 10.0  # between two lines about refusals: whoever reaches the port may try for ever
+
+logger = logging.getLogger(__name__)
 
 
 def key_metadata(cluster_key: str) -> tuple[tuple[str, str], ...]:
@@ -48,6 +53,8 @@ class ClusterKeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         key_metadata(cluster_key)  # a key that no caller could send is an error now, not at the first call
         self._key = cluster_key.encode()
         self._services = frozenset(services)
+        self._refused = 0  # since the last line about it
+        self._said_at = float("-inf")
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
@@ -59,13 +66,16 @@ class ClusterKeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             given = value if isinstance(value, bytes) else value.encode()
             if name == KEY_METADATA and hmac.compare_digest(given, self._key):
                 return await continuation(details)
-        return _REFUSAL
+        # Stream-stream, whatever the method is: a unary handler would first wait for a message that may never come.
+        return grpc.stream_stream_rpc_method_handler(partial(self._refuse, details.method))
 
-
-async def _refuse(_requests: object, context: Any) -> None:
-    error = Unauthenticated("wrong or missing cluster key; set the same TWINPOOL_CLUSTER_KEY on routers and workers")
-    await context.abort(error.code, error.message, to_metadata(error))
-
-
-# Stream-stream, whatever the method is: a unary handler would first wait for a message that may never come.
-_REFUSAL = grpc.stream_stream_rpc_method_handler(_refuse)
+    async def _refuse(self, method: str, _requests: object, context: Any) -> None:
+        self._refused += 1
+        if time.monotonic() >= self._said_at + _QUIET_S:
+            told = {"peer": context.peer(), "method": method[:128], "refused": self._refused}
+            logger.warning("refused: wrong or missing cluster key", extra=told)
+            self._refused, self._said_at = 0, time.monotonic()
+        error = Unauthenticated(
+            "wrong or missing cluster key; set the same TWINPOOL_CLUSTER_KEY on routers and workers"
+        )
+        await context.abort(error.code, error.message, to_metadata(error))

@@ -28,7 +28,7 @@ import os
 import secrets
 import signal
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,6 +171,8 @@ def announce_ready(address: str, metrics_port: int, ready_file: str = "") -> Non
             draft.write_text(json.dumps({"address": address, "metrics_port": metrics_port, "pid": os.getpid()}))
             draft.replace(path)
         except OSError as error:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
             raise ConfigError(
                 f"cannot write {path}: {error.strerror}; check --ready-file", field="ready_file"
             ) from error

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.certificates import Authority, Issued
+from twinpool import certificates
 from twinpool.certificates import Certificates
 from twinpool.errors import ConfigError
 
@@ -78,3 +79,8 @@ def test_two_cas_in_one_file_take_certificates_of_both(issued: Issued, foreign: 
     both.write_bytes(issued.ca.read_bytes() + foreign.ca.read_bytes())
     for each in (issued, foreign):
         assert Certificates.load(str(each.cert), str(each.key), str(both)) is not None
+
+
+def test_a_router_that_dies_is_no_matter_of_certificates() -> None:
+    assert certificates.hint("Stream removed (Socket closed)") == ""
+    assert "TWINPOOL_TLS_CERT" in certificates.hint("UNAVAILABLE: ipv4:10.0.0.7:7070: Socket closed")

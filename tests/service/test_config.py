@@ -198,3 +198,6 @@ def test_a_config_error_is_one_line_and_exit_status_2():
     assert bad.stderr == "router: --port: 'x' is not allowed; expected an integer from 0 to 65535\n"
     good = subprocess.run([sys.executable, "-c", program, "--port", "7"], capture_output=True, text=True, timeout=30)
     assert (good.returncode, good.stdout) == (0, "7\n")
+    with open("/dev/full", "w") as full:  # as when the log's disk is
+        mute = subprocess.run([sys.executable, "-c", program, "--port", "x"], stderr=full, timeout=30)
+    assert mute.returncode == 2

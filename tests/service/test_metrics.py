@@ -1,11 +1,13 @@
 import http.client
 import socket
+import time
 
 import pytest
 from prometheus_client import Counter
 from prometheus_client.parser import text_string_to_metric_families
 
 from service import metrics
+from tests.certificates import Authority
 from twinpool.errors import ConfigError
 
 
@@ -86,3 +88,16 @@ def test_close_frees_the_port_and_may_be_repeated():
 )
 def test_buckets_rise(buckets):
     assert list(buckets) == sorted(set(buckets))
+
+
+def test_the_end_of_the_certificate_is_shown_and_warned_of(tmp_path, caplog):
+    authority = Authority(tmp_path / "ca")
+    for days, warned in ((30, False), (7, True)):
+        registry = metrics.new_registry()
+        metrics.show_expiry(registry, authority.issue(f"d{days}", days=days).load())
+        ends = registry.get_sample_value("twinpool_certificate_expiry_timestamp_seconds")
+        assert ends == pytest.approx(time.time() + days * 86400, abs=120)
+        assert ("ends soon" in caplog.text) is warned
+    plain = metrics.new_registry()
+    metrics.show_expiry(plain, None)
+    assert plain.get_sample_value("twinpool_certificate_expiry_timestamp_seconds") is None

@@ -185,7 +185,7 @@ async def test_a_request_of_many_megabytes_passes():
 
 
 @pytest.mark.parametrize("key", ["", "wrong", "right-key "[:-1] + "x"])
-async def test_an_internal_service_refuses_callers_without_the_key(key):
+async def test_an_internal_service_refuses_callers_without_the_key(key, caplog):
     service = serve.Service(
         name="twinpool.v1.Decode", add=add_DecodeServicer_to_server, servicer=Decode(), internal=True
     )
@@ -196,6 +196,11 @@ async def test_an_internal_service_refuses_callers_without_the_key(key):
             error = await error_of(asyncio.wait_for(call.read(), 10))
             assert type(error) is errors.Unauthenticated
             assert "right-key" not in error.message
+            await error_of(asyncio.wait_for(DecodeStub(channel).Session().read(), 10))
+        (said,) = (record for record in caplog.records if "cluster key" in record.message)  # not for each of them
+        assert (said.method, said.refused) == ("/twinpool.v1.Decode/Session", 1)
+        assert said.peer.startswith("ipv4:127.0.0.1:")
+        assert "right-key" not in str(vars(said))
     finally:
         await serving.stop(0)
 
@@ -227,6 +232,10 @@ def test_a_ready_file_that_cannot_be_written_is_named(tmp_path):
         serve.announce_ready("127.0.0.1:7072", -1, str(tmp_path / "no/such/ready.json"))
     with pytest.raises(errors.ConfigError, match="cannot write /: "):
         serve.announce_ready("127.0.0.1:7072", -1, "/")
+    (tmp_path / "ready.json").mkdir()
+    with pytest.raises(errors.ConfigError, match=r"ready\.json: Is a directory"):
+        serve.announce_ready("127.0.0.1:7072", -1, str(tmp_path / "ready.json"))
+    assert [path.name for path in tmp_path.iterdir()] == ["ready.json"]  # no draft is left
 
 
 CHILD = """

@@ -62,6 +62,30 @@ async def test_strangers_and_plain_text_are_refused_on_either_side(issued: Issue
         await plain.stop(0)
 
 
+async def test_a_connection_that_fails_for_tls_says_what_to_look_at(
+    issued: Issued, foreign: Issued, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = Authority(tmp_path / "ca").issue("elsewhere", names="IP:10.0.0.7")
+    tls, plain = await start(Router(), certificates=issued.load()), await start(Router())
+    strange = await start(Router(), certificates=elsewhere.load())
+    cases: list[tuple[int, Issued | None, str]] = [
+        (tls.port, None, "TWINPOOL_TLS_CERT"),
+        (tls.port, foreign, "not of the CA given here, or has expired"),
+        (plain.port, issued, "TLS is configured here, and not there"),
+        (strange.port, elsewhere, "does not name the host"),
+    ]
+    try:
+        for port, own, advice in cases:
+            for name in ("CERT", "KEY", "CA"):
+                monkeypatch.setenv(f"TWINPOOL_TLS_{name}", str(getattr(own, name.lower())) if own else "")
+            async with AsyncClient(f"127.0.0.1:{port}", retries=0, timeout_s=PATIENCE_S) as client:
+                with pytest.raises(Unavailable, match=advice):
+                    await client.generate([1], max_tokens=1)
+    finally:
+        for serving in (tls, plain, strange):
+            await serving.stop(0)
+
+
 async def test_a_certificate_for_another_host_is_refused(tmp_path: Path) -> None:
     elsewhere = Authority(tmp_path / "ca").issue("elsewhere", names="DNS:elsewhere.example")
     serving = await start(Router(), certificates=elsewhere.load())
