@@ -30,7 +30,7 @@ async def main() -> None:
     async with AsyncClient() as client:
         for line in await asyncio.gather(*(ask(client, city) for city in CITIES)):
             print(line)
-    print(f"{len(CITIES)} answers in {time.monotonic() - start:.1f} s")
+    print(f"{len(CITIES)} questions in {time.monotonic() - start:.1f} s")
 
 
 asyncio.run(main())

@@ -20,7 +20,7 @@ from typing import Any, TypedDict
 
 import grpc
 
-from twinpool import errors
+from twinpool import certificates, errors
 from twinpool.v1 import router_pb2 as v1
 from twinpool.v1.router_pb2_grpc import RouterStub
 
@@ -226,4 +226,4 @@ def _with_port(address: str) -> str:
 def _reason(details: str) -> str:
     """The end of gRPC's long story: "connection refused" rather than every address it tried."""
     reason = details.rpartition("last error: ")[2] or "no reason given"
-    return reason.rpartition("connect: ")[2] or reason
+    return (reason.rpartition("connect: ")[2] or reason) + certificates.hint(reason)

@@ -14,6 +14,17 @@ from pathlib import Path
 
 from twinpool.errors import ConfigError
 
+_HINTS = (  # what gRPC's core, with BoringSSL, says of a handshake
+    ("Hostname Verification Check failed", "its certificate does not name the host that it was reached at"),
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate is not of the CA given here, or has expired"),
+    ("WRONG_VERSION_NUMBER", "TLS is configured here, and not there"),
+    ("Tls handshake failed", "one of both refused the other's certificate"),
+    (
+        ": Socket closed",
+        "where it has TLS, show it a certificate of its CA (TWINPOOL_TLS_CERT, _KEY, _CA)",
+    ),
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificates:
@@ -60,6 +71,14 @@ class Certificates:
             server=server,
             client=client,
         )
+
+
+def hint(reason: str) -> str:
+    """What to look at when gRPC gives this `reason` for a connection that failed: ": ..." or "" where it is not TLS."""
+    for words, advice in _HINTS:
+        if words in reason:
+            return f": {advice}"
+    return ""
 
 
 def _flag(name: str) -> str:

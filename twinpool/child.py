@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,9 +16,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from twinpool import errors
+from twinpool import errors, log_folder
 
 _PACKAGES = Path(__file__).resolve().parents[1]  # where router, prefill, decode... are installed beside twinpool
+_TAIL_BYTES = 32768
+_HINTS = {  # what ends a process by a signal that nobody need have sent
+    signal.SIGKILL: "where nobody sent it, the kernel had no memory left (see dmesg): lower --memory",
+    signal.SIGBUS: "a mapped file was cut or cannot be read: packed weights, the model, or their disk",
+    signal.SIGILL: "this CPU lacks an instruction: set TWINPOOL_ISA",
+}
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
@@ -50,12 +57,14 @@ class Child:
         self._module = module
         self._env = dict(env)
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_begin = 0  # where the log of the process that runs now begins
 
     def start(self) -> None:
         self.ready_file.unlink(missing_ok=True)
         command = module_command(self._module, *self.options, "--ready-file", str(self.ready_file))
         tether = [sys.executable, "-S", str(Path(__file__).with_name("tether.py")), str(os.getpid())]
         with self.log_file.open("ab") as log:
+            self._log_begin = log.tell()
             self._process = subprocess.Popen(
                 [*tether, *command],
                 stdin=subprocess.DEVNULL,
@@ -112,17 +121,52 @@ class Child:
         """Why it ended, as an error that shows its last words and where to read on."""
         words = self._last_words()
         status = self.status or 0
-        if status == 2:  # it could not start as configured, and says so in one line
+        if status == 2 and words:  # it could not start as configured, and says so in one line
             return errors.ConfigError(f"{words} (log: {self.log_file})")
-        how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
-        return errors.Internal(f"{self.name} {how}: {words or 'it logged nothing'} (log: {self.log_file})")
+        if not words:
+            full = log_folder.is_full(self.log_file.parent)
+            words = "its reason is lost, as there is no room for logs" if full else "it logged no reason"
+        return errors.Internal(f"{self.name} {_ending(status)}: {words} (log: {self.log_file})")
 
     def _last_words(self) -> str:
-        with self.log_file.open("rb") as log:
-            log.seek(max(0, self.log_file.stat().st_size - 8192))
-            lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-        plain = [line for line in lines if not line.startswith("{")]  # a message or a traceback, not a log record
-        return (plain or lines or [""])[-1][:500]
+        """Of the process that ended, and of none before it."""
+        try:
+            size = self.log_file.stat().st_size
+            cut = size < self._log_begin  # since it started: its last words may be in the older file
+            begin = 0 if cut else self._log_begin
+            words = _words(self.log_file, begin)
+            return words or (_words(log_folder.older(self.log_file), 0) if cut else "")
+        except OSError as error:
+            return f"its log cannot be read: {error.strerror}"
+
+
+def _ending(status: int) -> str:
+    """How a process with this exit status ended."""
+    if status >= 0:
+        return f"ended with status {status}"
+    hint = _HINTS.get(-status, "")  # type: ignore[call-overload]
+    return f"was ended by signal {-status} ({signal.Signals(-status).name}{'; ' if hint else ''}{hint})"
+
+
+def _words(log_file: Path, begin: int) -> str:
+    """The last message or traceback, else the last complaint, in the end of a log; it is searched from `begin` on."""
+    with log_file.open("rb") as log:
+        start = max(begin, log.seek(0, os.SEEK_END) - _TAIL_BYTES)
+        log.seek(start)
+        lines = log.read().decode(errors="replace").splitlines()
+    lines = [line for line in lines[1 if start > begin else 0 :] if line.strip()]  # the first is half a line then
+    plain = [line for line in lines if not line.startswith("{")]  # a message or a traceback, not a log record
+    return (plain or [event for line in lines if (event := _complaint(line))] or [""])[-1][:500]
+
+
+def _complaint(line: str) -> str:
+    """The event of a log record that says something is wrong, else nothing: a request served explains no end."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return ""
+    wrong = isinstance(record, dict) and record.get("level") in ("warning", "error", "critical")
+    return str(record.get("event", "")) if wrong else ""
 
 
 def wait_ready(children: Sequence[Child], timeout_s: float) -> None:

@@ -2,16 +2,15 @@
 
 1. `start` launches the router, waits until it serves, launches the workers with its address, waits until they serve and
    until the router counts them as ready. A child that dies meanwhile fails the start.
-2. `watch` then looks after them: a child that dies is reported and started again after a growing wait.
+2. `watch` then looks after them: a child that dies is reported and started again after a growing wait, a log that has
+   grown too large is cut, and a disk too full for logs is reported.
 3. `stop` asks all of them to end, waits, and kills by pid what does not. It runs whatever happened before.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,14 +18,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from twinpool import errors, model_store
+from twinpool import errors, log_folder, model_store
 from twinpool.child import Child, wait_ready
 from twinpool.client import Client
 
 _FIRST_RESTART_WAIT_S = 0.5
 _LONGEST_RESTART_WAIT_S = 30.0
 _STEADY_AFTER_S = 60.0  # a child that lived this long begins again with the short wait
-_KEPT_LOG_FOLDERS = 20
+_LOG_CHECK_S = 1.0
 _MOST_CORES = 8192  # what Linux can be built for
 
 Report = Callable[[str], None]
@@ -43,6 +42,7 @@ class DeploymentSpec:
     host: str = "127.0.0.1"  # of the router; workers listen on loopback
     port: int = 0  # of the router; 0 picks a free one
     metrics_port: int = 0
+    log_bytes: int = 64 << 20  # a process' log may have before it is cut; 0: any number
     cores: tuple[int, ...] = ()  # to split over the workers; empty: all that this process may use
     router_options: Mapping[str, str] = field(default_factory=dict)
     worker_options: Mapping[str, str] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Deployment:
 
     def __init__(self, spec: DeploymentSpec, report: Report) -> None:
         self.spec = spec
-        self.log_folder = _new_log_folder()
+        self.log_folder = log_folder.new_folder(model_store.home() / "logs")
         self.address = ""  # where the router is reached, once it serves
         self.metrics_url = ""
         self._report = report
@@ -61,8 +61,11 @@ class Deployment:
         self._workers: list[Child] = []
         self._env = {} if _is_loopback(spec.host) or os.environ.get("TWINPOOL_CLUSTER_KEY") else _new_cluster_key()
         self._deaths: dict[str, int] = {}  # child name -> deaths in a row
+        self._left: set[str] = set()  # workers that somebody took away
         self._restart_at: dict[str, float] = {}  # child name -> when to start it again
         self._started_at: dict[str, float] = {}
+        self._logs_checked_at = 0.0
+        self._log_trouble = ""  # that has been reported
 
     @property
     def children(self) -> list[Child]:
@@ -93,8 +96,15 @@ class Deployment:
                         del self._restart_at[child.name]
                         self._launch(child)
                         self._report(f"{child.name} started again (pid {child.pid})")
-                elif not child.running:
-                    self._plan_restart(child, now)
+                elif not child.running and child.name not in self._left:
+                    if child.status == 0 and child is not self._router:  # drained, or told to stop by SIGTERM
+                        self._left.add(child.name)
+                        self._report(f"{child.name} has left, as it was told to; it is not started again")
+                    else:
+                        self._plan_restart(child, now)
+            if now >= self._logs_checked_at + _LOG_CHECK_S:
+                self._logs_checked_at = now
+                self._check_logs()
             time.sleep(0.2)
 
     def stop(self, grace_s: float = 30.0) -> None:
@@ -186,6 +196,18 @@ class Deployment:
                     )
                 time.sleep(0.05)
 
+    def _check_logs(self) -> None:
+        """Cuts logs that are too large. Trouble is reported when it begins and when it has ended."""
+        trouble = "there is no room for log lines, they are lost" if log_folder.is_full(self.log_folder) else ""
+        for child in self.children if self.spec.log_bytes else ():
+            try:
+                log_folder.cut(child.log_file, self.spec.log_bytes)
+            except OSError as error:
+                trouble = trouble or f"{child.log_file.name} is too large and cannot be cut: {error.strerror}"
+        if trouble != self._log_trouble:
+            self._log_trouble = trouble
+            self._report(f"{self.log_folder}: {trouble or 'logs are written again'}")
+
     def _plan_restart(self, child: Child, now: float) -> None:
         steady = now - self._started_at[child.name] > _STEADY_AFTER_S
         deaths = self._deaths[child.name] = 1 if steady else self._deaths.get(child.name, 0) + 1
@@ -237,26 +259,3 @@ def _is_loopback(host: str) -> bool:
 def _new_cluster_key() -> dict[str, str]:
     """A secret for this deployment's processes: the router can be reached from outside, and only they may join it."""
     return {"TWINPOOL_CLUSTER_KEY": secrets.token_hex(32)}
-
-
-def _is_running(pid: str) -> bool:
-    try:
-        os.kill(int(pid), 0)
-    except ValueError:
-        return False
-    except OSError as error:
-        return error.errno == errno.EPERM
-    return True
-
-
-def _new_log_folder() -> Path:
-    logs = model_store.home() / "logs"
-    folder = logs / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in sorted(path for path in logs.iterdir() if path.is_dir())[:-_KEPT_LOG_FOLDERS]:
-            if not _is_running(old.name.rpartition("-")[2]):  # a deployment that has been up since long needs its logs
-                shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
-        raise errors.ConfigError(f"cannot write logs under {logs}: {error.strerror}; set TWINPOOL_HOME") from error
-    return folder

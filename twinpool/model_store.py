@@ -80,6 +80,13 @@ def home() -> Path:
     return Path(os.environ.get("TWINPOOL_HOME") or Path.home() / ".cache" / "twinpool").expanduser()
 
 
+def packed_weights(folder: str) -> Path | None:
+    """The folder that --packed-weights names: auto is one in `home`, off is none."""
+    if folder == "off":
+        return None
+    return home() / "packed" if folder == "auto" else Path(folder).expanduser()
+
+
 def ensure(name_or_path: str | Path, progress: Progress | None = None) -> Path:
     """The Hugging Face directory of a model, made first if need be. Raises ConfigError that says what is missing."""
     report = progress or (lambda _what, _fraction: None)

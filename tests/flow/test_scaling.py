@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 from tests.fakes import Faults
 from tests.flow.cluster import Cluster, wait_until
 from tests.flow.oracle import Oracle
-from twinpool.client import Client
+from twinpool.client import AsyncClient, Client
 
 PROMPTS = [[(7 * i + 13 * j) % 230 + 10 for j in range(20 + 15 * i)] for i in range(6)]
 TOKENS = 60
@@ -88,6 +89,39 @@ def test_every_worker_is_restarted_in_turn_under_load_without_a_failed_request(
                 cluster.wait_ready(name)
                 cluster.wait_workers(4)
     cluster.assert_baseline()
+
+
+def test_a_fresh_decode_worker_among_busy_ones_is_not_flooded(deploy: Callable[..., Cluster]) -> None:  # R6
+    cluster = deploy(1, 2)
+    placed = asyncio.run(_placements_after_a_join(cluster))
+    cluster.wait_ready("decode-new")
+    assert "decode-new" in placed
+    assert placed.count("decode-new") <= 1.5 * len(placed) / 3 + 1, placed  # one more: the first after the join
+    cluster.assert_baseline()
+
+
+async def _placements_after_a_join(cluster: Cluster) -> list[str]:
+    """Sixteen keep two decode workers busy when a third joins; where twelve more that then come at once are placed."""
+    joined = False
+
+    async def busy(client: AsyncClient, number: int) -> None:
+        while not joined:
+            await client.generate(PROMPTS[number % 6], max_tokens=TOKENS, ignore_eos=True)
+
+    async def decode_worker(client: AsyncClient, number: int) -> str:
+        answer = await client.generate(PROMPTS[number % 6], max_tokens=TOKENS, ignore_eos=True)
+        return answer.timeline.decode_worker
+
+    async with AsyncClient(cluster.processes["router"].address, retries=0, timeout_s=60) as client:
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(16):
+                tasks.create_task(busy(client, number))
+            cluster.worker("decode", "decode-new")
+            async with asyncio.timeout(60):
+                while sum(w.state == "ready" for w in (await client.pools()).workers) < 4:
+                    await asyncio.sleep(0.02)
+            joined = True
+            return list(await asyncio.gather(*(decode_worker(client, number) for number in range(12))))
 
 
 def test_a_drained_prefill_worker_waits_until_its_rows_have_been_fetched(

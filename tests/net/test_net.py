@@ -54,7 +54,10 @@ def test_a_link_that_is_cut_in_the_transfer_ends_the_request_by_its_deadline(
             assert probe.end() == "first"
             deployment.lab.cut_or_restore()
             ended = probe.end()
-            assert ended.get("error") in ("Unavailable", "DeadlineExceeded", "WorkerLost", "PoolEmpty"), ended
+            if "error" in ended:
+                assert ended["error"] in ("Unavailable", "DeadlineExceeded", "WorkerLost", "PoolEmpty")
+            else:  # the decode worker was in time to compute it all by itself
+                assert ended["token_ids"] == Oracle(tiny_model).answer(PROMPT, 20, ignore_eos=True)
             deployment.lab.cut_or_restore()
             wait_until(lambda: deployment.ask(pools=True) == ["ready", "ready"], "both workers are back", 60)
             wait_until(lambda: not deployment.held(), "rows at baseline", 30)

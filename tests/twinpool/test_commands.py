@@ -190,21 +190,77 @@ def test_explain_shows_every_candidate_and_the_choice(run: Run, router: FakeRout
     assert [pair["prefill_worker"] for pair in decision["candidates"]] == ["p1", "p0"]
 
 
-def test_pools_watch_goes_on_until_ctrl_c(router: FakeRouter) -> None:
+def test_pools_names_a_worker_that_fits_nobody(run: Run, router: FakeRouter) -> None:
+    def pool(**fingerprints: str) -> None:
+        router.pools = v1.GetPoolsResponse(
+            workers=[
+                v1.WorkerStatus(
+                    worker_id=name,
+                    pool=v1.POOL_PREFILL if name.startswith("p") else v1.POOL_DECODE,
+                    state=v1.WORKER_STATE_READY,
+                    fingerprint=fingerprint,
+                )
+                for name, fingerprint in fingerprints.items()
+            ]
+        )
+
+    pool(p0="a", d0="a", d1="b")
+    assert "d1 fits no prefill worker" in run("pools")[1]
+    pool(p0="a", p1="b", d0="a")
+    assert "p1 fits no decode worker" in run("pools")[1]
+    for fingerprints in ({"p0": "a", "d0": "a"}, {"p0": "a", "p1": "b"}, {"p0": "a", "d0": "b"}):
+        pool(**fingerprints)
+        assert "fits no" not in run("pools")[1]
+
+
+Wait = Callable[[Callable[[], bool]], None]  # until the condition holds, for a while
+
+
+def watch_pools(router: FakeRouter, look_on: Callable[[Wait], None]) -> str:
+    """What `pools --watch` prints until Ctrl-C ends it, after look_on."""
     command = [sys.executable, "-m", "twinpool", "pools", "--watch", "--interval", "0.05", "--router", router.address]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        end = time.monotonic() + 20
-        while router.num_pool_calls < 3 and time.monotonic() < end:
+    end = time.monotonic() + 20
+
+    def wait(condition: Callable[[], bool]) -> None:
+        while not condition() and time.monotonic() < end:
             time.sleep(0.02)
+
+    try:
+        look_on(wait)
+        assert process.poll() is None
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=10)
     finally:
         process.kill()
         process.wait()
     assert process.returncode == 130
-    assert "queued" in out
     assert "Traceback" not in err
+    return out
+
+
+def test_pools_watch_goes_on_until_ctrl_c(router: FakeRouter) -> None:
+    out = watch_pools(router, lambda wait: wait(lambda: router.num_pool_calls >= 3))
+    assert "queued" in out
+
+
+def test_pools_watch_outlives_a_router_that_is_away_for_a_while(router: FakeRouter) -> None:
+    def look_on(wait: Wait) -> None:
+        wait(lambda: router.num_pool_calls >= 2)
+        router.fail_with = [errors.DeadlineExceeded("no pools today") for _ in range(3)]
+        wait(lambda: not router.fail_with)
+        seen = router.num_pool_calls
+        wait(lambda: router.num_pool_calls >= seen + 3)
+
+    out = watch_pools(router, look_on)
+    assert "queued" in out  # what was shown last
+
+
+@pytest.mark.parametrize("interval", ["nan", "-1", "1e9"])
+def test_pools_refuses_an_interval_that_is_none(run: Run, interval: str) -> None:
+    status, _, err = run("pools", "--watch", f"--interval={interval}")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "--interval" in err
 
 
 def test_tokenize_and_back(run: Run) -> None:

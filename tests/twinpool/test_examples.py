@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
     ("name", "said"),
     [
         ("ask", "Paris\n2 tokens; the first after 24 ms, then 6.0 ms each"),
-        ("many", "8 answers"),
+        ("many", "8 questions"),
         ("tokens", "0: 'Paris' (stop)"),
     ],
 )

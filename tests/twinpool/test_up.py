@@ -14,12 +14,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from tests import tiny_models
-from twinpool import Client, model_store
+from twinpool import Client, log_folder, model_store
+from twinpool.child import Child
 from twinpool.deployment import Deployment, DeploymentSpec, parse_cores, split_cores, usable_cores
 from twinpool.errors import ConfigError, TwinpoolError, Unavailable
+from twinpool.v1 import router_pb2 as v1
+from twinpool.v1.router_pb2_grpc import RouterStub
 
 pytestmark = pytest.mark.flow
 SMALL = {"dtype": "fp32", "memory": "8MiB", "block-size": "16"}
@@ -117,13 +121,15 @@ def alive(pid: int) -> bool:
 
 
 def test_up_serves_restarts_what_was_killed_and_leaves_nothing_at_sigterm(up: Callable[..., Up]) -> None:
-    ours = up("--prefill", "1", "--decode", "1", "--model-name", "tiny")
+    ours = up("--prefill", "1", "--decode", "1", "--model-name", "tiny", "--log-mib", "0.004")
     with Client(ours.address, timeout_s=60) as client:
         assert client.models()[0].name == "tiny"
-        assert len(client.generate([11, 12], max_tokens=4, ignore_eos=True).token_ids) == 4
+        for _ in range(4):  # 2 KB of log each
+            assert len(client.generate([11, 12], max_tokens=4, ignore_eos=True).token_ids) == 4
+        wait_until(lambda: any(ours.home.glob("logs/*/router.log.1")), "the router's log is cut")
         before = ours.pids
         os.kill(before["decode-0"], signal.SIGKILL)
-        ours.wait_for("decode-0 was ended by signal 9")
+        ours.wait_for("decode-0 was ended by signal 9 (SIGKILL; where nobody sent it, the kernel had no memory left")
         ours.wait_for("decode-0 started again")
         wait_until(lambda: ours.pids.get("decode-0", before["decode-0"]) != before["decode-0"], "a new decode-0")
         wait_until(lambda: joined(client) == 2, "both workers ready")
@@ -139,14 +145,86 @@ def test_up_serves_restarts_what_was_killed_and_leaves_nothing_at_sigterm(up: Ca
     assert not any(alive(pid) for pid in pids.values())
 
 
-def test_ctrl_c_stops_all_of_it(up: Callable[..., Up]) -> None:
+def test_a_worker_that_was_drained_is_not_started_again(up: Callable[..., Up]) -> None:
+    ours = up("--prefill", "1", "--decode", "2")
+    with Client(ours.address, timeout_s=60) as client:
+        assert client.models()
+        os.kill(ours.pids["decode-1"], signal.SIGTERM)
+        ours.wait_for("decode-1 has left")
+        wait_until(lambda: joined(client) == 2, "the other two are there")
+        assert len(client.generate([11, 12], max_tokens=4, ignore_eos=True).token_ids) == 4
+        time.sleep(1.0)  # longer than the wait before a restart
+        assert ours.process.poll() is None
+        assert [line for line in ours.lines if "decode-1 started again" in line or "starting it again" in line] == []
+
+
+def test_the_death_of_a_child_shows_no_half_of_a_log_record(tmp_path: Path) -> None:
+    child = Child("router", "router", (), tmp_path, {})
+    request = json.dumps({"level": "info", "event": "request", "padding": "x" * 1000}) + "\n"
+    child.log_file.write_text(request * 50)
+    assert "request" not in child.death().message
+    assert "it logged no reason" in child.death().message
+    warning = json.dumps({"level": "warning", "event": "the device thread died"}) + "\n"
+    child.log_file.write_text(request * 50 + warning + request)
+    assert "the device thread died" in child.death().message
+    child.log_file.unlink()
+    assert "log cannot be read" in child.death().message
+
+
+def test_the_death_of_a_child_is_not_explained_by_an_earlier_one(tmp_path: Path) -> None:
+    child = Child("router", "router", ("--no-such-option", "1"), tmp_path, {})
+    child.log_file.write_text("an earlier death\n")
+    child.start()
+    assert child.wait(60)
+    assert "--no-such-option" in child.death().message
+    log_folder.cut(child.log_file, 1)
+    assert "--no-such-option" in child.death().message  # its last words were cut with the rest of the log
+    child.log_file.write_text("an earlier death\n")
+    child.options = ["--help"]
+    child.start()
+    assert child.wait(60)
+    assert "an earlier death" not in child.death().message
+
+
+def test_a_reason_that_is_lost_on_a_full_disk_is_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = Child("router", "router", (), tmp_path, {})
+    child.log_file.touch()
+    monkeypatch.setattr(log_folder, "is_full", lambda _folder: True)
+    assert "there is no room for logs" in child.death().message
+
+
+def test_trouble_with_logs_is_reported_once_and_so_is_its_end(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    deployment = Deployment(DeploymentSpec(model=tiny_model, model_name="tiny"), said.append)
+    for full in (False, True, True, False, False):
+        monkeypatch.setattr(log_folder, "is_full", lambda _folder, full=full: full)
+        deployment._check_logs()
+    assert [line.partition(": ")[2] for line in said] == [
+        "there is no room for log lines, they are lost",
+        "logs are written again",
+    ]
+
+
+def test_ctrl_c_stops_all_of_it_and_no_log_holds_a_secret(
+    up: Callable[..., Up], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TWINPOOL_CLUSTER_KEY", "cluster-secret")
+    monkeypatch.setenv("TWINPOOL_LOG_LEVEL", "debug")
     ours = up()
     ours.wait_for("Ctrl-C stops")
     pids = ours.pids
+    with grpc.insecure_channel(ours.address) as channel:
+        request = v1.GenerateRequest(text="client-secret", sampling=v1.Sampling(max_tokens=2, stop=["client-secret"]))
+        RouterStub(channel).Generate(request, metadata=(("x-api-key", "api-secret"),), timeout=60)
     ours.process.send_signal(signal.SIGINT)
     assert ours.process.wait(60) == 130
     assert not any(alive(pid) for pid in pids.values())
     assert not any("Traceback" in line for line in ours.lines)
+    logs = "".join(path.read_text() for path in ours.home.glob("logs/*/*.log"))
+    assert '"event": "request"' in logs
+    assert "secret" not in logs
 
 
 def test_no_child_outlives_an_up_that_was_killed(up: Callable[..., Up]) -> None:

@@ -12,6 +12,9 @@ from rich.live import Live
 
 from twinpool.commands.connection import add_router_option, connect
 from twinpool.commands.tables import console, pools_table
+from twinpool.errors import ConfigError, DeadlineExceeded, Unavailable
+
+_LONGEST_INTERVAL_S = 86400.0
 
 
 def add_parser(commands: Any) -> None:
@@ -26,12 +29,19 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if not 0 <= args.interval <= _LONGEST_INTERVAL_S:  # nan neither
+        raise ConfigError(f"--interval {args.interval:g}: it is 0 to {_LONGEST_INTERVAL_S:g} seconds", field="interval")
+    interval_s = max(0.05, args.interval)
     with connect(args, timeout_s=10) as client:
         if args.watch:
             with Live(pools_table(client.pools()), console=console(), auto_refresh=False) as live:
                 while True:
-                    time.sleep(max(0.05, args.interval))
-                    live.update(pools_table(client.pools()), refresh=True)
+                    time.sleep(interval_s)
+                    try:
+                        shown: Any = pools_table(client.pools())
+                    except (Unavailable, DeadlineExceeded) as error:  # it may be back at the next look
+                        shown = f"{time.strftime('%H:%M:%S')} {error.message}"
+                    live.update(shown, refresh=True)
         elif args.json:
             print(json.dumps(dataclasses.asdict(client.pools())))
         else:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from twinpool.results import Pools, Timeline, Usage
+from twinpool.results import Pools, Timeline, Usage, Worker
 
 _STATE_STYLES = {"ready": "green", "draining": "yellow", "suspect": "red", "joining": "cyan", "probing": "cyan"}
 _MODES = {
@@ -34,6 +34,9 @@ def pools_table(pools: Pools) -> Table:
     for worker in pools.workers:
         if worker.reason:
             caption += f"\n{worker.worker_id} is {worker.state}: {worker.reason}"
+        elif other := _without_partner(worker, pools):
+            caption += f"\n{worker.worker_id} fits no {other} worker, and gets nothing while others form pairs: "
+            caption += "it has other weights, --dtype, --kv-dtype or another version"
     table = Table(caption=caption, caption_justify="left")
     for name in ("pool", "worker", "state", "address"):
         table.add_column(name)
@@ -53,6 +56,15 @@ def pools_table(pools: Pools) -> Table:
             _age(worker.age_s),
         )
     return table
+
+
+def _without_partner(worker: Worker, pools: Pools) -> str:
+    """The pool in which nobody has this worker's fingerprint, though its neighbours have partners there; else ""."""
+    partners = {other.fingerprint for other in pools.workers if other.pool != worker.pool}
+    paired = any(other.fingerprint in partners for other in pools.workers if other.pool == worker.pool)
+    if not paired or worker.fingerprint in partners:
+        return ""
+    return "decode" if worker.pool == "prefill" else "prefill"
 
 
 def timeline_table(timeline: Timeline, usage: Usage) -> Table:

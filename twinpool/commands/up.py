@@ -40,6 +40,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--metrics-port", type=int, default=9070, help="its /metrics; 0 picks a free one, -1 is off [default 9070]"
     )
+    parser.add_argument(
+        "--log-mib",
+        type=float,
+        default=64,
+        metavar="MIB",
+        help="size at which the log of a process becomes NAME.log.1, in place of the one before; 0: never [default 64]",
+    )
     parser.set_defaults(run=run)
 
 
@@ -63,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
     for pool in ("prefill", "decode"):
         if not 0 <= getattr(args, pool) <= 1024:
             raise ConfigError(f"--{pool} {getattr(args, pool)}: the number of workers is from 0 to 1024", field=pool)
+    if not 0 <= args.log_mib < math.inf:  # nan neither
+        raise ConfigError(f"--log-mib {args.log_mib:g}: it is a number of MiB, 0 or more", field="log_mib")
     with (
         ended_by_signals(),
         open_deployment(
@@ -72,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
             host=args.host,
             port=args.port,
             metrics_port=args.metrics_port,
+            log_bytes=math.ceil(args.log_mib * (1 << 20)),
         ) as deployment,
     ):
         spec = deployment.spec
