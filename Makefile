@@ -17,7 +17,7 @@ help:
 	@echo "make test-slow the tests that take long or much memory, which make test leaves out"
 	@echo "make test-net  the tests over an emulated link between network namespaces, with the scripts in the folder TWINPOOL_RIG"
 	@echo "make check     ruff, ruff format, mypy, import rules, generated stubs in sync with proto/"
-	@echo "make bench     quality of INT8 KV, kernels, the engine alone, transfer, a short online run against two local workers"
+	@echo "make bench     quality of INT8 KV, kernels, the engine alone and step by step, transfer, a short online run against two local workers"
 	@echo "make proto     regenerate twinpool/v1 from proto/"
 	@echo "make compose   build the image, bring the stack up with docker compose, scale it, break it, take it down"
 
@@ -47,6 +47,7 @@ bench: .venv/.run
 	$(BIN)/python -m bench.kernels
 	$(BIN)/python -m bench.moe
 	$(BIN)/python -m bench.offline --quick
+	$(BIN)/python -m bench.ablation --quick
 	$(BIN)/python -m bench.transfer --seconds 10
 	$(BIN)/python -m bench.online --local --rate 0.5 --requests 20 --mix 70:30
 

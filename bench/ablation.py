@@ -28,9 +28,9 @@ import torch.nn.functional as F
 
 from bench.kernels import rates
 from bench.machine import describe
-from bench.offline import BLOCK_SIZE, Sequences
+from bench.offline import Sequences
 from engine.batch import Batch, BatchItem
-from engine.engine import Engine
+from engine.engine import BLOCK_SIZE, Engine
 from engine.kv_cache import KvCache, KvLayout
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
@@ -217,10 +217,10 @@ def engine_steps(model_dir: Path, shapes: Shapes, repeats: int) -> Iterator[Step
     work = [prefill_work(engine, shapes.prefill) for engine in engines]
     yield from compared(names, f"prefill of {shapes.prefill}", repeats, *work)
     for sequences, length in shapes.decodes:
-        blocks = Sequences(plain, sequences, length + 1).block_ids
-        yield from fused(plain, [BatchItem([11], length, ids) for ids in blocks], f"{sequences} x {length}", repeats)
-    ids = Sequences(plain, 1, shapes.prefill).block_ids[0]
-    yield from fused(plain, [BatchItem([11] * shapes.prefill, 0, ids)], f"a prompt of {shapes.prefill}", repeats)
+        items = Sequences(plain, sequences, length + 1).items([11], length)
+        yield from fused(plain, items, f"{sequences} x {length}", repeats)
+    prompt = Sequences(plain, 1, shapes.prefill).items([11] * shapes.prefill, 0)
+    yield from fused(plain, prompt, f"a prompt of {shapes.prefill}", repeats)
 
 
 def fused(engine: Engine, items: list[BatchItem], work: str, repeats: int) -> list[Step]:

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from bench.machine import describe
+from bench.machine import describe, memory_to_read
 from engine.kv_cache import KvCache, KvLayout, KvView
 from engine.latent_cache import LatentLayout
 from engine.ops import cpu, native, reference
@@ -46,15 +46,17 @@ class Line:
     limit: float | None = None
 
 
-def rates(work: float, repeats: int, *candidates: Callable[[], object]) -> list[float]:
+def rates(
+    work: float, repeats: int, *candidates: Callable[[], object], clock: Callable[[], float] = time.thread_time
+) -> list[float]:
     """Median work per second of each candidate, run in turns; work in units of 1e9."""
     seconds: list[list[float]] = [[] for _ in candidates]
     for repeat in range(repeats + 1):
         for candidate, taken in zip(candidates, seconds, strict=True):
-            begin = time.thread_time()
+            begin = clock()
             candidate()
             if repeat:  # the first is for warming up
-                taken.append(time.thread_time() - begin)
+                taken.append(clock() - begin)
     return [work / 1e9 / statistics.median(taken) for taken in seconds]
 
 
@@ -63,7 +65,7 @@ def decode_linears(repeats: int) -> list[Line]:
     weights = [torch.randn(shape).bfloat16() for shape in SHAPES * LAYERS + [(VOCAB, HIDDEN)]]
     packed = [cpu.pack_linear(weight, None) for weight in weights]
     size = sum(weight.nbytes for weight in weights)
-    memory = torch.ones(512 << 20, dtype=torch.uint8).view(torch.int64)
+    memory = memory_to_read(512 << 20)
     lines = []
     for rows in (1, 4, 8, 16, 32):
         inputs = {width: torch.randn(rows, width).bfloat16() for width in (HIDDEN, INTERMEDIATE)}
@@ -144,6 +146,34 @@ def attention(repeats: int, context: int) -> list[Line]:
     ]
 
 
+def shared_context(repeats: int, context: int, num_heads: int, num_kv_heads: int) -> Line:
+    """A step of one sequence, whose context two threads share, against one thread; time that passes, not CPU time."""
+    layout = KvLayout(num_layers=1, num_kv_heads=num_kv_heads, head_dim=HEAD_DIM, block_size=BLOCK, kv_dtype="int8")
+    view = KvCache(layout, context // BLOCK).views[0]
+    k, v = torch.randn(2, context, num_kv_heads, HEAD_DIM).bfloat16()
+    cpu.store_kv(k, v, view, torch.arange(context))
+    q, table = torch.randn(1, num_heads, HEAD_DIM).bfloat16(), torch.arange(context // BLOCK, dtype=torch.int32)[None]
+
+    def step() -> None:
+        for _ in range(8):  # layers of a step follow each other closely: threads wait awake for the next
+            cpu.decode_attention(q, view, table, [context], HEAD_DIM**-0.5)
+
+    def on(threads: int) -> float:
+        cpu.set_num_threads(threads)
+        (rate,) = rates(8 * (view.k.nbytes + view.v.nbytes), 4, step, clock=time.perf_counter)
+        return rate
+
+    turns = [(on(2), on(1)) for _ in range(repeats)]
+    ours, alone = (statistics.median(turn[i] for turn in turns) for i in range(2))
+    cpu.set_num_threads(1)
+    return Line(
+        kernel=f"decode attention, 1 sequence of {context}, {num_kv_heads} KV heads, 2 threads (torch: ours on 1)",
+        unit="GB/s of int8 cache",
+        ours=ours,
+        torch=alone,
+    )
+
+
 def latents(repeats: int, context: int) -> list[Line]:
     """Decode attention of 16 heads over latents of DeepSeek-V3's size, 8 sequences."""
     lines = []
@@ -204,6 +234,9 @@ def main() -> None:
         *prefill_linears(repeats),
         *attention(repeats, 512),
         *attention(repeats, 2048),
+        shared_context(repeats, 8192, HEADS, KV_HEADS),
+        shared_context(repeats, 8192, 14, 2),
+        shared_context(repeats, 8192, 8, 1),
         *latents(repeats, 1024),
         *store(repeats),
         *elementwise(repeats, 1),

@@ -7,10 +7,19 @@ import platform
 import subprocess
 from pathlib import Path
 
+import torch
+
+from engine.ops.cpu_pages import LargePages
+
 
 def describe() -> dict[str, object]:
     """commit ("-dirty" when the tree differs from it; "" outside a checkout), CPU model, and cores we may use."""
     return {"commit": _commit(), "cpu": _cpu(), "cores": len(os.sched_getaffinity(0))}
+
+
+def memory_to_read(num_bytes: int) -> torch.Tensor:
+    """int64 array for measuring the read bandwidth, in large pages as weights are: in small ones less is possible."""
+    return LargePages().take(num_bytes).fill_(1).view(torch.int64)
 
 
 def _commit() -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bench.machine import describe
+from bench.machine import describe, memory_to_read
 from engine.ops import cpu, native
 
 ROWS = (1, 8, 32, 128)
@@ -94,7 +94,7 @@ def experts_layer(repeats: int) -> dict[str, float]:
     ]
     gate_up, down = ([cpu.pack_linear(each, None) for each in kind] for kind in zip(*matrices, strict=True))
     experts = cpu.pack_experts(gate_up, down)
-    memory = torch.ones(256 << 20, dtype=torch.uint8).view(torch.int64)
+    memory = memory_to_read(256 << 20)
     shares = {}
     for rows in (1, 4):
         x = torch.randn(rows, HIDDEN).bfloat16()

@@ -16,22 +16,22 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from bench.machine import describe
-from engine.batch import Batch, BatchItem
+from bench.machine import describe, memory_to_read
+from bench.sequences import CachedSequences
 from engine.engine import Engine
+from engine.models.decoder import Decoder
 from engine.ops import native
 from engine.quantization import AS_LOADED, W8A8, W8A16
 from engine.sampling import SampleRow
 from twinpool import model_store
 from twinpool.sampling import SamplingParams
 
-BLOCK_SIZE = 64
 PROMPT_TOKENS, ANSWER_TOKENS = 256, 128
 BATCHES = (1, 8, 32)
 PREFILLS = {"8x512": (8, 512), "1x2048": (1, 2048)}
@@ -40,38 +40,23 @@ MEMORY_BYTES = 768 << 20
 GREEDY = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
 
 
-@dataclass(slots=True)
-class Sequences:
-    """`count` sequences of random tokens in an engine's cache, `length` tokens each computed."""
+class Sequences(CachedSequences):
+    """`count` sequences of random tokens, `length` tokens each computed."""
 
-    engine: Engine
-    count: int
-    max_tokens: int
-    length: int = 0
-    block_ids: list[list[int]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        for _ in range(self.count):
-            self.block_ids.append(self.engine.blocks.allocate(-(-self.max_tokens // BLOCK_SIZE)) or [])
-
-    def release(self) -> None:
-        for ids in self.block_ids:
-            self.engine.blocks.release(ids)
+    length = 0
 
     def prefill(self, num_tokens: int) -> None:
         """All sequences from their start, in steps of CHUNK tokens."""
         vocab_size = self.engine.config.vocab_size
-        for ids in self.block_ids:
+        for index in range(self.count):
             for start in range(0, num_tokens, CHUNK):
                 token_ids = [7 * i % vocab_size for i in range(start, min(start + CHUNK, num_tokens))]
-                self.engine.forward(Batch.build([BatchItem(token_ids, start, ids)], BLOCK_SIZE))
+                self.engine.forward(self.batch([self.item(index, token_ids, start)]))
         self.length = num_tokens
 
     def step(self) -> None:
         """One token each, greedily, as a decode worker does it."""
-        items = [BatchItem([11], self.length, ids) for ids in self.block_ids]
-        hidden = self.engine.forward(Batch.build(items, BLOCK_SIZE))
-        self.engine.sample(self.engine.logits(hidden), [SampleRow(GREEDY, [11], [])] * self.count)
+        self.engine.decode(self.items([11], self.length), [SampleRow(GREEDY, [11], [])] * self.count)
         self.length += 1
 
 
@@ -98,9 +83,12 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def step_bytes(engine: Engine, context: int) -> int:
-    """What a decode step at batch 1 must read: every packed weight once, and the sequence's K and V."""
+    """What a decode step at batch 1 must read: every packed weight once, and what is cached of the sequence.
+
+    Of experts those that a token takes; of entries that an indexer chooses among all, which is more than it reads.
+    """
     layout = engine.cache.layout
-    return engine.weight_bytes + context * layout.block_bytes // layout.block_size
+    return engine.weight_bytes + context * layout.block_bytes // layout.block_size + layout.state_bytes
 
 
 def decode(engine: Engine, limit: Limit, batch: int, steps: int, rounds: int) -> tuple[float, list[float]]:
@@ -117,22 +105,33 @@ def decode(engine: Engine, limit: Limit, batch: int, steps: int, rounds: int) ->
     return statistics.median(rates), fractions
 
 
-def overhead(engine: Engine, steps: int) -> float:
-    """Share of a decode step at batch 1 that passes outside the native calls; the median over the steps."""
-    decoder = engine.decoder
-    sequences = Sequences(engine, 1, PROMPT_TOKENS + ANSWER_TOKENS)
-    sequences.length = PROMPT_TOKENS
-    hidden = torch.randn(1, engine.config.hidden_size).to(torch.bfloat16)
-    head = statistics.median(timed(lambda: engine.logits(hidden)) for _ in range(steps))
+def overhead(engine: Engine, steps: int) -> float | None:
+    """Share of a decode step at batch 1 that passes outside the native calls; the median over the steps.
+
+    None of a model whose layers are no single call: see `twinpool profile` for its operators.
+    """
+    decoder, model = engine.decoder, engine._model
+    if decoder is None or not isinstance(model, Decoder):
+        return None
+    sequences, output, seconds = Sequences(engine, 1, PROMPT_TOKENS + ANSWER_TOKENS), model._output, 0.0
+    call = output._run
+
+    def timed_call(*arguments: object) -> None:
+        nonlocal seconds
+        seconds = timed(partial(call, *arguments))
+
+    output._run = timed_call
     decoder.record(True)
     shares: list[float] = []
+    items, rows = sequences.items([11], PROMPT_TOKENS), [SampleRow(GREEDY, [11], [])]
     for _ in range(steps):
-        seconds = timed(sequences.step)
-        events = decoder.events
-        shares.append(1 - ((events[-1][3] - events[0][2]) / 1e9 + head) / seconds)
+        whole = timed(partial(engine.decode, items, rows))
+        native_s = (decoder.events[-1][3] - decoder.events[0][2]) / 1e9 + seconds
+        shares.append(1 - native_s / whole)
     decoder.record(False)
+    output._run = call
     sequences.release()
-    return max(0.0, statistics.median(shares))
+    return statistics.median(shares)
 
 
 def prefill(engine: Engine, count: int, length: int, rounds: int) -> float:
@@ -147,10 +146,10 @@ def prefill(engine: Engine, count: int, length: int, rounds: int) -> float:
 
 def measure(model_dir: Path, threads: int, quick: bool) -> dict[str, object]:
     rounds, steps = (2, 6) if quick else (5, 24)
-    limit = Limit(torch.ones((128 if quick else 384) << 20, dtype=torch.uint8).view(torch.int64), threads)
+    limit = Limit(memory_to_read((128 if quick else 384) << 20), threads)
     engines = {
         weights: Engine.load(
-            model_dir, weights=weights, block_size=BLOCK_SIZE, memory_bytes=MEMORY_BYTES, threads=threads
+            model_dir, weights=weights, memory_bytes=MEMORY_BYTES, max_sequences=max(BATCHES), threads=threads
         )
         for weights in (AS_LOADED, W8A16, W8A8)
     }
@@ -169,6 +168,7 @@ def measure(model_dir: Path, threads: int, quick: bool) -> dict[str, object]:
         }
         for weights in (AS_LOADED, W8A8)
     }
+    outside = overhead(engines[AS_LOADED], 4 * steps)
     return {
         "model": model_dir.name,
         "threads": threads,
@@ -178,7 +178,7 @@ def measure(model_dir: Path, threads: int, quick: bool) -> dict[str, object]:
         "decode_bandwidth_fraction_w8a16": round(statistics.median(fractions[W8A16]), 3),
         "decode_tok_s": decode_tok_s,
         "prefill_tok_s": prefill_tok_s,
-        "step_overhead_fraction": round(overhead(engines[AS_LOADED], 4 * steps), 4),
+        "step_overhead_fraction": outside if outside is None else round(outside, 4),
     }
 
 

@@ -2,7 +2,7 @@
 
     python -m bench.online --address 127.0.0.1:7070 --rate 2 --requests 200 --mix 70:30
     python -m bench.online --local --rate 0.5 --requests 20    # its own deployment: one prefill, one decode worker
-    python -m bench.online --policy compare --rate 9 --requests 270    # placement policies, on fake workers
+    python -m bench.online --policy compare --rate 12 --requests 200    # placement policies, on fake workers
 
 1. Make a distinct prompt of real text for each request (workload.py).
 2. Send each at its own time, drawn from a Poisson process, whether earlier ones have ended or not.
@@ -110,9 +110,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--speeds",
         type=parse_speeds,
-        default=(1.0, 0.5),
-        help="with --policy: of the workers of a pool (default 1,0.5)",
+        default=(1.0, 1.0),
+        help="with --policy: of the workers of a pool (default 1,1)",
     )
+    parser.add_argument("--seeds", type=int, default=3, help="with --policy: how many, from --seed on (default 3)")
     parser.add_argument("--model", default="", help="with --local: a directory or known name (default: the demo's)")
     parser.add_argument("--rate", type=float, default=1.0, help="requests a second, mean (default 1)")
     parser.add_argument("--requests", type=int, default=50, help="how many (default 50)")
@@ -134,8 +135,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds a request may take (default 300)")
     parser.add_argument("--seed", type=int, default=0, help="of arrivals, order and text (default 0)")
     args = parser.parse_args(argv)
-    if args.rate <= 0 or min(args.requests, args.short_tokens, args.long_tokens, args.max_tokens) < 1:
-        parser.error("--rate, --requests and the token counts must be over 0")
+    if args.rate <= 0 or min(args.seeds, args.requests, args.short_tokens, args.long_tokens, args.max_tokens) < 1:
+        parser.error("--rate, --seeds, --requests and the token counts must be over 0")
     known = {*default_targets(), *dict(args.target)}
     for name in (args.sla_short, args.sla_long):
         if name not in known:

@@ -4,8 +4,8 @@
 
 The same as `twinpool profile`. Decode: steps of B sequences of L tokens each. Prefill: B prompts of L tokens in one
 step. Each kind is held against what this machine reads a second (a large array) and multiplies a second (bf16 rows by a
-packed matrix that stays in the cache), measured in the same run. The trace opens in chrome://tracing or Perfetto. Last
-line: one JSON object.
+packed matrix that stays in the cache), measured in the same run; experts, and attention over anything but keys and
+values of all tokens, are timed without it. The trace opens in chrome://tracing or Perfetto. Last line: one JSON object.
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.machine import describe
-from bench.offline import BLOCK_SIZE, GREEDY, Limit
-from engine.batch import Batch, BatchItem
+from bench.machine import describe, memory_to_read
+from bench.offline import GREEDY, Limit
+from bench.operators import Operators
+from bench.sequences import CachedSequences
+from engine.batch import BatchItem
 from engine.engine import Engine
 from engine.ops import cpu, native
 from engine.quantization import WEIGHT_FORMATS
-from engine.sampling import SampleRow
+from engine.sampling import SampleRow, complete, plain_draw
 from twinpool import model_store
 from twinpool.errors import ConfigError
 
@@ -59,16 +62,24 @@ class Step:
         return seconds[kind] / self.seconds
 
 
-def run_step(engine: Engine, items: list[BatchItem]) -> Step:
-    """One step as a worker runs it, recorded."""
-    step, begin = Step(), time.monotonic()
-    hidden = engine.forward(batch := Batch.build(items, BLOCK_SIZE))
-    with step.event("linear", "output layer"):
-        logits = engine.logits(hidden[batch.last_token_rows])
-    with step.event("sampling", "sample"):
-        engine.sample(logits, [SampleRow(GREEDY, [0], [])] * len(items))
+def run_step(sequences: CachedSequences, items: list[BatchItem], recorder: Any) -> Step:
+    """One step as a worker runs it, recorded, but for the choice of the tokens, which is a call of its own here."""
+    engine, step, rows = sequences.engine, Step(), [SampleRow(GREEDY, [0], [])] * len(items)
+    model: Any = engine._model
+    places, begin = range(len(items)), time.monotonic()
+    with torch.inference_mode():
+        if engine.decoder is not None and all(len(item.token_ids) == 1 for item in items):
+            hidden = engine.decoder.decode(engine._batches.build(items))
+        else:
+            hidden = engine.forward(batch := sequences.batch(items))[batch.last_token_rows]
+        for kind, place, started, ended in recorder.events:
+            step.events.append((kind, place if isinstance(place, str) else f"layer {place}", started, ended))
+        with step.event("linear", "output layer"):
+            _, logits = model.tokens(hidden, [None] * len(items), places)
+        with step.event("sampling", "sample"):
+            tokens = model._output.from_last_logits([plain_draw(row) for row in rows], places)
+            complete(logits, tokens, rows, places, eos_token_ids=(), max_context=engine.config.max_context)
     step.seconds = time.monotonic() - begin
-    step.events += [(kind, f"layer {layer}", begin, end) for kind, layer, begin, end in engine.decoder.events]
     return step
 
 
@@ -81,11 +92,15 @@ def work(engine: Engine, items: list[BatchItem]) -> dict[str, tuple[float, float
     seen = sum(item.start + i + 1 for item in items for i in range(len(item.token_ids)))
     head = config.vocab_size * config.hidden_size
     layers = config.num_parameters - (head if config.tie_word_embeddings else 2 * head)
-    return {
-        "linear": (engine.weight_bytes, 2.0 * (tokens * layers + len(items) * head)),
-        "attention": (contexts * token_bytes, 4.0 * config.num_layers * config.num_heads * config.head_dim * seen),
-        "kv_access": (tokens * token_bytes, 0.0),
-    }
+    known = {"kv_access": (tokens * token_bytes, 0.0)}
+    if config.moe is None and config.latent is None:
+        known["linear"] = (engine.weight_bytes, 2.0 * (tokens * layers + len(items) * head))
+    if config.latent is None and config.compressed is None:
+        known["attention"] = (
+            contexts * token_bytes,
+            4.0 * config.num_layers * config.num_heads * config.head_dim * seen,
+        )
+    return known
 
 
 def multiply_limit() -> float:
@@ -113,32 +128,38 @@ def write_trace(path: Path, step: Step) -> None:
 
 def profile(engine: Engine, phase: str, batch: int, length: int, repeats: int) -> tuple[list[BatchItem], list[Step]]:
     """The items of the step, and the step as often as asked for."""
-    if engine.decoder is None:
+    if native.library() is None:
         raise ConfigError("only the native CPU backend can be profiled: install a C++ compiler, reinstall twinpool")
-    extra = repeats if phase == "decode" else 0
-    tables = [engine.blocks.allocate(-(-(length + extra) // BLOCK_SIZE)) for _ in range(batch)]
-    if any(table is None for table in tables):
-        raise ConfigError(f"{batch} sequences of {length} tokens do not fit the cache: raise --memory")
+    recorder = engine.decoder or Operators()
+    sequences = CachedSequences(engine, batch, length + (repeats if phase == "decode" else 0))
     vocab_size = engine.config.vocab_size
     prompt = [7 * i % vocab_size for i in range(length)]
-    engine.decoder.record(True)
     steps, items = [], []
-    for repeat in range(repeats + 1):
-        token_ids, start = (prompt, 0) if phase == "prefill" else ([11], length - 1 + max(0, repeat - 1))
-        items = [BatchItem(token_ids, start, table or []) for table in tables]
-        steps.append(run_step(engine, items))
-    engine.decoder.record(False)
-    for table in tables:
-        engine.blocks.release(table or [])
+    recorder.record(True)
+    try:
+        for repeat in range(repeats + 1):
+            token_ids, start = (prompt, 0) if phase == "prefill" else ([11], length - 1 + max(0, repeat - 1))
+            items = sequences.items(token_ids, start)
+            if isinstance(recorder, Operators):
+                recorder.events = []
+            steps.append(run_step(sequences, items, recorder))
+    finally:
+        recorder.record(False)
+    sequences.release()
     return items, steps[1:]  # the first is for warming up
+
+
+def median_step(steps: list[Step]) -> Step:
+    """The one of median time, whose shares add up."""
+    return sorted(steps, key=lambda step: step.seconds)[(len(steps) - 1) // 2]
 
 
 def report(
     engine: Engine, items: list[BatchItem], steps: list[Step], limits: tuple[float, float]
 ) -> dict[str, dict[str, float]]:
     """Prints the table; per kind: share of time, GB and Gop, and rates as shares of the limits (bytes/s, ops/s)."""
-    seconds = statistics.median(step.seconds for step in steps)
-    needed = work(engine, items)
+    typical = median_step(steps)
+    seconds, needed = typical.seconds, work(engine, items)
     table = Table(
         title=f"step of {seconds * 1e3:.2f} ms; limits {limits[0] / 1e9:.1f} GB/s, {limits[1] / 1e9:.0f} Gop/s"
     )
@@ -146,7 +167,7 @@ def report(
         table.add_column(column, justify="right")
     kinds = {}
     for kind in KINDS:
-        share = statistics.median(step.share(kind) for step in steps)
+        share = typical.share(kind)
         num_bytes, operations = needed.get(kind, (0.0, 0.0))
         spent = share * seconds
         of_read = num_bytes / spent / limits[0] if spent and num_bytes else 0.0
@@ -173,7 +194,7 @@ def main() -> None:
     parser.add_argument("--weights", choices=WEIGHT_FORMATS, default="bf16", help="how matrices are held")
     parser.add_argument("--memory", type=int, default=1 << 30, help="bytes of KV cache (default 1 GiB)")
     parser.add_argument("--cores", type=int, default=1, help="cores to use (default 1)")
-    parser.add_argument("--repeats", type=int, default=10, help="steps; medians count (default 10)")
+    parser.add_argument("--repeats", type=int, default=10, help="steps; the one of median time counts (default 10)")
     parser.add_argument("--trace", type=Path, default=Path("twinpool-trace.json"), help="where the trace goes")
     args = parser.parse_args()
     if min(args.batch, args.length, args.cores, args.repeats) < 1:
@@ -185,11 +206,11 @@ def main() -> None:
         engine = Engine.load(
             model_dir,
             weights=args.weights,
-            block_size=BLOCK_SIZE,
             memory_bytes=args.memory,
+            max_sequences=args.batch,
             threads=len(cores),
         )
-        limit = Limit(torch.ones(256 << 20, dtype=torch.uint8).view(torch.int64), len(cores))
+        limit = Limit(memory_to_read(256 << 20), len(cores))
         limits = (limit.bytes_per_s(), multiply_limit())
         items, steps = profile(engine, args.phase, args.batch, args.length, args.repeats)
     except ConfigError as error:
@@ -197,7 +218,7 @@ def main() -> None:
     kinds = report(engine, items, steps, limits)
     write_trace(args.trace, steps[-1])
     print(f"trace: {args.trace}")
-    seconds = statistics.median(step.seconds for step in steps)
+    seconds = median_step(steps).seconds
     settings = {"phase": args.phase, "batch": args.batch, "length": args.length, "weights": args.weights}
     figures = {"isa": native.isa(), "step_ms": round(seconds * 1e3, 3), "read_gb_s": round(limits[0] / 1e9, 2)}
     print(

@@ -25,13 +25,11 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from bench.machine import describe
-from engine.batch import Batch, BatchItem
+from bench.sequences import CachedSequences
 from engine.engine import Engine
 from engine.quantization import AS_LOADED, WEIGHT_FORMATS
 from twinpool import model_store
-from twinpool.errors import ConfigError
 
-BLOCK_SIZE = 64
 CHUNK = 256  # tokens a prefill step, and rows of logits held at once
 CACHE_BYTES = 512 << 20
 REFERENCE = "bf16"
@@ -53,15 +51,11 @@ def hidden_states(engine: Engine, windows: list[list[int]]) -> torch.Tensor:
     """[all tokens, hidden]: every window from an empty cache, in chunks."""
     hidden = []
     for window in windows:
-        block_ids = engine.blocks.allocate(-(-len(window) // BLOCK_SIZE))
-        if block_ids is None:
-            raise ConfigError(
-                f"a window of {len(window)} tokens does not fit {CACHE_BYTES} bytes of cache: lower --window"
-            )
+        sequence = CachedSequences(engine, 1, len(window))
         for start in range(0, len(window), CHUNK):
-            item = BatchItem(window[start : start + CHUNK], start, block_ids)
-            hidden.append(engine.forward(Batch.build([item], BLOCK_SIZE)))
-        engine.blocks.release(block_ids)
+            item = sequence.item(0, window[start : start + CHUNK], start)
+            hidden.append(engine.forward(sequence.batch([item])))
+        sequence.release()
     return torch.cat(hidden)
 
 
@@ -70,18 +64,17 @@ def greedy_answers(engine: Engine, windows: list[list[int]]) -> list[list[int]]:
     every = max(1, sum(map(len, windows)) // NUM_ANSWERS)
     text = [token_id for window in windows for token_id in window]
     prompts = [text[max(0, end - 64) : end] for end in range(every, len(text) + 1, every)][:NUM_ANSWERS]
-    blocks = [engine.blocks.allocate(-(-(len(prompt) + ANSWER_TOKENS) // BLOCK_SIZE)) or [] for prompt in prompts]
+    sequences = CachedSequences(engine, len(prompts), max(map(len, prompts)) + ANSWER_TOKENS)
     answers: list[list[int]] = [[] for _ in prompts]
     new, starts = prompts, [0] * len(prompts)
     for _ in range(ANSWER_TOKENS):
-        batch = Batch.build([BatchItem(*item) for item in zip(new, starts, blocks, strict=True)], BLOCK_SIZE)
+        batch = sequences.batch([sequences.item(i, new[i], starts[i]) for i in range(len(prompts))])
         likeliest = engine.logits(engine.forward(batch)[batch.last_token_rows]).argmax(-1).tolist()
         starts = [start + len(token_ids) for start, token_ids in zip(starts, new, strict=True)]
         new = [[token_id] for token_id in likeliest]
         for answer, token_id in zip(answers, likeliest, strict=True):
             answer.append(token_id)
-    for block_ids in blocks:
-        engine.blocks.release(block_ids)
+    sequences.release()
     return answers
 
 
@@ -173,8 +166,8 @@ def load(model_dir: Path, backend: str, threads: int, *, dtype: str, kv_dtype: s
         dtype=dtype,
         kv_dtype=kv_dtype,
         weights=weights,
-        block_size=BLOCK_SIZE,
         memory_bytes=CACHE_BYTES,
+        max_sequences=NUM_ANSWERS,
         threads=threads,
     )
 

@@ -36,14 +36,14 @@ import numpy as np
 import uvloop
 
 from bench import machine
-from bench.fake_workers import FakeDecode, FakePrefill, Speed, since_s, tokenizer_folder
+from bench.fake_workers import FakeDecode, FakePrefill, Speed, since_s, stamp, tokenizer_folder
+from bench.http2_client import Connection
 from service.serve import announce_ready
 from twinpool import errors
 from twinpool.client import AsyncClient
 from twinpool.v1 import router_pb2 as v1
-from twinpool.v1.router_pb2_grpc import RouterServicer, RouterStub, add_RouterServicer_to_server
+from twinpool.v1.router_pb2_grpc import RouterServicer, add_RouterServicer_to_server
 
-_TOKENS = 200  # of an answer
 _ROUNDS = 3
 
 
@@ -63,18 +63,21 @@ class _Bare(RouterServicer):
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
         self._step = asyncio.Event()
+        self._stamp = stamp()
 
     async def tick(self) -> None:
         while True:
             await asyncio.sleep(self._step_s)
+            self._stamp = stamp()
             step, self._step = self._step, asyncio.Event()
             step.set()
 
     async def GenerateStream(self, message: v1.GenerateRequest, context: Any) -> None:
-        delta = v1.ChoiceDelta(text="ab", token_ids=[300])
-        chunk = v1.GenerateChunk(request_id="0" * 32, choices=[delta])
+        chunk = v1.GenerateChunk(request_id="0" * 32, choices=[v1.ChoiceDelta(text="ab", token_ids=[0])])
+        delta = chunk.choices[0]
         for _ in range(message.sampling.max_tokens - 1):
             await self._step.wait()
+            delta.token_ids[0] = self._stamp
             await context.write(chunk)
         delta.finish_reason = v1.FINISH_REASON_LENGTH
         await context.write(
@@ -128,18 +131,33 @@ def _router(folder: Path, name: str) -> _Process:
     return _Process(command, ready)
 
 
-async def _stream(start: Any, until: float, delays: list[float]) -> tuple[int, int]:
-    """Answers, one after the other, until the time is up; how many tokens came, and in how many messages."""
-    sampling = v1.Sampling(max_tokens=_TOKENS, ignore_eos=True)
-    question = v1.GenerateRequest(token_ids=v1.TokenIds(ids=[65] * 16), sampling=sampling)
+async def _stream(
+    connection: Connection, answer_tokens: int, first_tokens: int, until: float, delays: list[float]
+) -> tuple[int, int]:
+    """Answers, one after the other, until the time is up; how many tokens came, and in how many messages.
+
+    The first has `first_tokens`, another number for each stream: so that they do not all end and begin together.
+    """
     tokens = messages = 0
+    wanted = max(1, first_tokens)
+
+    def on_message(message: bytes) -> None:
+        nonlocal tokens
+        for choice in v1.GenerateChunk.FromString(message).choices:
+            tokens += len(choice.token_ids)
+            delays.extend(passed for each in choice.token_ids if (passed := since_s(each)) is not None)
+
     while time.monotonic() < until:
-        call = start(question, timeout=120)
-        while (chunk := await call.read()) is not grpc.aio.EOF:
-            for choice in chunk.choices:
-                tokens += len(choice.token_ids)
-                delays += [passed for each in choice.token_ids if (passed := since_s(each)) is not None]
-            messages += 1
+        before = tokens
+        sampling = v1.Sampling(max_tokens=wanted, ignore_eos=True)
+        question = v1.GenerateRequest(token_ids=v1.TokenIds(ids=[65] * 16), sampling=sampling)
+        call = connection.start("/twinpool.v1.Router/GenerateStream", question.SerializeToString(), on_message)
+        async with asyncio.timeout(120):
+            await call.ended.wait()
+        messages += call.messages
+        if tokens != before + wanted:
+            raise errors.Internal(f"an answer of {wanted} tokens ended after {tokens - before}")
+        wanted = answer_tokens
     return tokens, messages
 
 
@@ -153,14 +171,18 @@ class _Load:
     delays_s: list[float]
 
 
-async def _load(server: _Process, streams: int, seconds: float) -> _Load:
-    async with grpc.aio.insecure_channel(server.address) as channel:
-        start = RouterStub(channel).GenerateStream
+async def _load(server: _Process, streams: int, answer_tokens: int, seconds: float) -> _Load:
+    connection = await Connection.connect(server.address)
+    try:
         delays: list[float] = []
-        await _stream(start, time.monotonic() + 0.01, delays)  # connects, and ends the first answer
+        await _stream(connection, 4, 4, time.monotonic() + 0.01, delays)  # what only the first answer meets
         delays.clear()
         begin, cpu_s = time.monotonic(), server.cpu_s
-        counts = await asyncio.gather(*(_stream(start, begin + seconds, delays) for _ in range(streams)))
+        ends = [
+            _stream(connection, answer_tokens, answer_tokens * (i + 1) // streams, begin + seconds, delays)
+            for i in range(streams)
+        ]
+        counts = await asyncio.gather(*ends)
         tokens, messages = (sum(each) for each in zip(*counts, strict=True))
         return _Load(
             tokens_per_s=tokens / (time.monotonic() - begin),
@@ -168,6 +190,8 @@ async def _load(server: _Process, streams: int, seconds: float) -> _Load:
             tokens_per_message=tokens / messages,
             delays_s=delays,
         )
+    finally:
+        connection.close()
 
 
 async def _queue(router: _Process, requests: int, tokens: int) -> float:
@@ -199,11 +223,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         workers = subprocess.Popen(command)
         stack.callback(workers.wait)
         stack.callback(workers.kill)
-        ours, most = [], []
+        ours: list[_Load] = []
+        most: list[_Load] = []
+        halves: list[_Load] = []
+        bare_halves: list[_Load] = []
         for _ in range(_ROUNDS):
-            ours.append(asyncio.run(_load(router, args.streams, args.seconds / _ROUNDS)))
-            most.append(asyncio.run(_load(bare, args.streams, args.seconds / _ROUNDS)))
-        half = asyncio.run(_load(router, max(1, args.streams // 2), args.seconds))
+            for server, loads, streams in (
+                (router, ours, args.streams),
+                (bare, most, args.streams),
+                (router, halves, max(1, args.streams // 2)),
+                (bare, bare_halves, max(1, args.streams // 2)),
+            ):
+                loads.append(uvloop.run(_load(server, streams, args.answer_tokens, args.seconds / _ROUNDS)))
         stack.close()
         idle = _router(folder, "idle")
         try:
@@ -212,7 +243,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             idle.close()
     tokens_per_cpu_s = _median([each.tokens_per_cpu_s for each in ours])
     bare_tokens_per_cpu_s = _median([each.tokens_per_cpu_s for each in most])
-    p50, p99 = (1000 * float(np.percentile(half.delays_s, q)) for q in (50, 99))
+    p50, p99 = _percentiles(halves)
+    bare_p50, bare_p99 = _percentiles(bare_halves)
     return {
         "streams": args.streams,
         "step_ms": args.step_ms,
@@ -221,13 +253,21 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_message": round(_median([each.tokens_per_message for each in ours]), 2),
         "bare_tokens_per_cpu_s": round(bare_tokens_per_cpu_s),
         "of_bare": round(tokens_per_cpu_s / bare_tokens_per_cpu_s, 3),
-        "half_rate_tokens_per_s": round(half.tokens_per_s),
+        "half_rate_tokens_per_s": round(_median([each.tokens_per_s for each in halves])),
         "added_latency_ms_p50": round(p50, 2),
         "added_latency_ms_p99": round(p99, 2),
+        "bare_latency_ms_p50": round(bare_p50, 2),
+        "bare_latency_ms_p99": round(bare_p99, 2),
         "queued_requests": args.queued,
         "queued_tokens": args.queued_tokens,
         "queued_bytes_per_request": round(queued_bytes),
     }
+
+
+def _percentiles(loads: Sequence[_Load]) -> tuple[float, float]:
+    """p50 and p99 in ms: of each round, and of these the median."""
+    p50, p99 = (_median([1000 * float(np.percentile(each.delays_s, q)) for each in loads]) for q in (50, 99))
+    return p50, p99
 
 
 def _median(figures: Sequence[float]) -> float:
@@ -239,6 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, default=64, help="concurrent streams (default 64)")
     parser.add_argument("--step-ms", type=float, default=5.0, help="between two tokens of an answer (default 5)")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each of the two loads (default 15)")
+    parser.add_argument("--answer-tokens", type=int, default=200, help="tokens of an answer (default 200)")
     parser.add_argument("--queued", type=int, default=10000, help="requests that wait at once (default 10000)")
     parser.add_argument("--queued-tokens", type=int, default=1500, help="prompt tokens of each (default 1500)")
     parser.add_argument("--bare", default="", metavar="READY_FILE", help=argparse.SUPPRESS)
@@ -250,8 +291,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.bare:
         uvloop.run(_serve_bare(Path(args.bare), args.step_ms / 1000))
         return 0
-    if min(args.streams, args.queued, args.queued_tokens) < 1 or min(args.seconds, args.step_ms) <= 0:
-        parser.error("--streams, --step-ms, --seconds, --queued and --queued-tokens must be over 0")
+    counts = (args.streams, args.answer_tokens, args.queued, args.queued_tokens)
+    if min(counts) < 1 or min(args.seconds, args.step_ms) <= 0:
+        parser.error("--streams, --step-ms, --seconds, --answer-tokens, --queued, --queued-tokens must be over 0")
     result = measure(args)
     for key, value in result.items():
         print(f"{key:>26}  {value}")

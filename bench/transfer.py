@@ -5,13 +5,15 @@ Run: python -m bench.transfer [--seconds S] [--no-ttft]
 Every round measures, in another order each time, for each row size: a memory copy of scattered rows (one thread), the
 other ways of transfer_peers.py (a raw TCP socket, gRPC, and Mooncake and NIXL where they are installed) with the same
 rows, and a whole transfer (reserve, push, verify, commit) over each transport. The table shows medians over the rounds,
-with quartiles of the ratios, and the CPU seconds of both ends. Then whole requests are timed (transfer_ttft.py); the
-last line is one JSON object.
+with quartiles of the ratios, and the CPU seconds of both ends. Where other work shares the machine, two ends that need
+a core each lose more than a copy by one thread: a second table is of those rounds alone in which neither of the two
+compared waited for a core. Then whole requests are timed (transfer_ttft.py); the last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -30,7 +32,7 @@ from bench import transfer_ttft
 from bench.machine import describe
 from bench.transfer_peers import RECEIVING, SENDING, Receiving, Sending, address_of
 from kvtransfer import Commit, KvReceiver, KvSender, PushResult, Region, SharedMemory, wire
-from kvtransfer.outbound import FRAME_BYTES
+from kvtransfer.departures import FRAME_BYTES
 from twinpool.errors import TransferFailed
 
 ROW_SIZES = {"256k": 256 << 10, "1m": 1 << 20}
@@ -39,6 +41,8 @@ TRANSPORTS = ("shm", "tcp")
 NUM_LAYERS = 4
 HEAD_DIM = 128
 PATIENCE_S = 60.0
+WAITED_SHARE = 0.05  # of a measurement's time: above it that was disturbed
+COMPARED = (("shm", "memcpy"), ("tcp", "socket"), ("tcp", "mooncake"), ("tcp", "nixl"))
 FINGERPRINT = "bench"
 
 
@@ -51,6 +55,15 @@ def make_regions(row_bytes: int, memory: SharedMemory | None = None) -> list[Reg
         Region(name=f"layer.{layer}", group="kv", buffer=whole[layer * size : (layer + 1) * size], row_bytes=row_bytes)
         for layer in range(NUM_LAYERS)
     ]
+
+
+def waited_s() -> float:
+    """How long threads of this process could run and had no core."""
+    total = 0
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/schedstat") as file:  # it may have ended
+            total += int(file.read().split()[1])
+    return total / 1e9
 
 
 def scattered(regions: Sequence[Region], seed: int) -> list[int]:
@@ -89,7 +102,7 @@ def receiving_process(control: Control) -> None:
     while (command := control.receive()) is not None:
         kind, name, seed = command
         if kind == "cpu":
-            control.send(time.process_time())
+            control.send((time.process_time(), waited_s()))
             continue
         if kind == "start":
             try:
@@ -126,6 +139,11 @@ def receiving_process(control: Control) -> None:
 class Sample:
     seconds: float
     cpu_seconds: float  # of both processes
+    waited_seconds: float  # for a core, by their threads
+
+    @property
+    def is_disturbed(self) -> bool:
+        return self.waited_seconds > WAITED_SHARE * self.seconds
 
     @property
     def gb_per_s(self) -> float:
@@ -210,16 +228,17 @@ class Bench:
         random.Random(self._seed).shuffle(order)
         for kind, measure in order:
             self._seed += 2
-            cpu = self._cpu_seconds()
+            cpu, waited = self._spent()
             seconds = measure(name)
-            samples[kind] = Sample(seconds=seconds, cpu_seconds=self._cpu_seconds() - cpu)
+            cpu_then, waited_then = self._spent()
+            samples[kind] = Sample(seconds=seconds, cpu_seconds=cpu_then - cpu, waited_seconds=waited_then - waited)
         return {kind: samples[kind] for kind in contenders}
 
-    def _cpu_seconds(self) -> float:
-        """Spent by both processes so far."""
+    def _spent(self) -> tuple[float, float]:
+        """By both processes so far: CPU seconds, and seconds in which a thread of theirs waited for a core."""
         self._control.send(("cpu", "1m", 0))
-        theirs: float = self._control.receive()
-        return theirs + time.process_time()
+        cpu, waited = self._control.receive()
+        return cpu + time.process_time(), waited + waited_s()
 
     def close(self) -> None:
         self._control.send(None)
@@ -316,9 +335,28 @@ def report(rounds: dict[str, list[dict[str, Sample]]]) -> dict[str, Any]:
             result |= {f"{kind}_gb_per_s_{name}": round(speed, 3), f"{kind}_cpu_s_per_gb_{name}": round(cpu, 3)}
     for other in ("grpc", "mooncake", "nixl"):
         result[f"tcp_vs_{other}"] = quartiles(rounds["1m"], "tcp", other)[1] if other in kinds else None
+    result |= undisturbed(rounds)
     wire_ratio = wire_bytes_ratio()
     print(f"bytes on the wire with int8, headers included: {wire_ratio:.4f} of bf16's rows (head size {HEAD_DIM})")
     return result | {"wire_bytes_ratio": round(wire_ratio, 4)}
+
+
+def undisturbed(rounds: dict[str, list[dict[str, Sample]]]) -> dict[str, Any]:
+    """Prints, and returns, the ratios of rounds in which nobody else took a core from either of the two."""
+    found: dict[str, Any] = {}
+    for name in ROW_SIZES:
+        for kind, other in COMPARED:
+            both = [each for each in rounds[name] if other in each]
+            alone = [each for each in both if not each[kind].is_disturbed and not each[other].is_disturbed]
+            found |= {f"{kind}_of_{other}_{name}_undisturbed": None, f"{kind}_of_{other}_{name}_rounds": len(alone)}
+            if alone:
+                low, middle, high = quartiles(alone, kind, other)
+                found[f"{kind}_of_{other}_{name}_undisturbed"] = middle
+                print(
+                    f"{name:>5} {kind:>10} of {other}: {middle:.2f} ({low:.2f}-{high:.2f}) "
+                    f"in the {len(alone)} of {len(both)} rounds in which neither waited for a core"
+                )
+    return found
 
 
 def quartiles(rounds: Sequence[dict[str, Sample]], kind: str, other: str) -> tuple[float, float, float]:

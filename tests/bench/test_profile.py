@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from bench import profile
+from bench.operators import KIND_OF
 from engine.batch import BatchItem
 from engine.engine import Engine
+from engine.ops import cpu
 from tests import tiny_models
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3-moe", "deepseek-v3", "deepseek-v4"])
 def test_shares_add_up_and_the_trace_is_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], phase: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str, phase: str
 ) -> None:
-    model_dir, trace = tiny_models.make(tmp_path / "tiny"), tmp_path / "trace.json"
+    model_dir, trace = tiny_models.make(tmp_path / "tiny", kind), tmp_path / "trace.json"
+    native_linear = cpu.linear
     options = {
         "--model": model_dir,
         "--phase": phase,
@@ -35,13 +40,23 @@ def test_shares_add_up_and_the_trace_is_one(
         os.sched_setaffinity(0, cores)
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(result["kinds"]) == set(profile.KINDS)
-    assert sum(kind["share"] for kind in result["kinds"].values()) == pytest.approx(1, abs=0.1)  # medians, each its own
-    assert result["kinds"]["moe"]["share"] == 0
+    assert sum(kind["share"] for kind in result["kinds"].values()) == pytest.approx(1, abs=0.01)
+    assert (result["kinds"]["moe"]["share"] > 0) == (kind != "llama")
+    assert (result["kinds"]["attention"]["of_read_limit"] > 0) == (kind in ("llama", "qwen3-moe"))
+    assert cpu.linear is native_linear
     assert all(result["kinds"][kind]["share"] > 0 for kind in ("attention", "kv_access", "linear", "sampling", "other"))
     events = json.loads(trace.read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"X"}
     assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in events)
     assert [event["ts"] for event in events] == sorted(event["ts"] for event in events)
+
+
+def test_every_operator_that_models_call_is_timed() -> None:
+    called = {
+        name for path in Path("engine/models").glob("*.py") for name in re.findall(r"ops\.(\w+)\(", path.read_text())
+    }
+    not_of_a_step = {"OutputLayer", "pack_linear", "pack_experts", "pack_groups", "decoder"}
+    assert called - not_of_a_step == set(KIND_OF)
 
 
 def test_a_decode_steps_work_is_the_formulas(tmp_path: Path) -> None:
