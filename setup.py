@@ -9,10 +9,12 @@ from setuptools import Extension, setup
 
 CSRC = "engine/ops/csrc"
 ISAS = ["generic", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx", "amx_emulated"]
-SOURCES = ["amx", "api", "compressed", "decoder", "moe", "sampling", "topk", "threads", *(f"isa_{isa}" for isa in ISAS)]
+SOURCES = ["amx", "api", "compressed", "decoder", "feed_forward", "grouped_attention", "latent_attention", "moe"]
+SOURCES += ["sampling", "threads", "topk", *(f"isa_{isa}" for isa in ISAS)]
 HEADERS = [
     "amx.h",
     "compressed.h",
+    "decoder.h",
     "dispatch.h",
     "isa.h",
     "kernels.h",

@@ -43,24 +43,20 @@ class Decoder:
         layers: Sequence[Layer],
         head: Any,
         final_norm: torch.Tensor,
-        *,
-        fuse: Callable[[list[Any]], Any] = lambda views: None,
     ) -> None:
-        """fuse: makes one call of the backend of all layers over a cache's views, where it has such a thing."""
         self.config, self.ops, self.rotary = config, ops, rotary
         self.embedding, self.layers, self.head, self.final_norm = embedding, layers, head, final_norm
-        self._fuse = fuse
         self._decoder: Any = None
         self._decoder_views: list[Any] | None = None
         self._output = ops.OutputLayer(head)
 
     @classmethod
-    def read(cls, reader: Reader, rotary: Rotary, read_layer: Callable[[int], Layer], **kinds: Any) -> Decoder:
+    def read(cls, reader: Reader, rotary: Rotary, read_layer: Callable[[int], Layer]) -> Decoder:
         """Loads layer by layer, so that beside the packed weights only one layer is held a second time."""
         embedding = reader.part("embedding", reader.embedding)
         layers = [reader.part(f"layer {i}", partial(read_layer, i)) for i in range(reader.config.num_layers)]
         head, final_norm = reader.part("head", partial(_read_head, reader, embedding), of_one_format=False)
-        return cls(reader.config, reader.ops, rotary, embedding, layers, head, final_norm, **kinds)
+        return cls(reader.config, reader.ops, rotary, embedding, layers, head, final_norm)
 
     def forward(self, batch: Batch, views: list[Any], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Stores the batch's tokens in the cache and returns hidden states [T, hidden] after the final norm."""
@@ -74,7 +70,9 @@ class Decoder:
     def decoder(self, views: list[Any]) -> Any:
         """All layers over this cache as one call of the backend; None where it has no such thing."""
         if self._decoder_views is not views:
-            self._decoder = self._fuse(views)
+            self._decoder = self.ops.decoder(
+                *(self.config, self.layers, self.final_norm, views, self.embedding, self.rotary),
+            )
             self._decoder_views = views
         return self._decoder
 

@@ -5,8 +5,6 @@ They differ in data only (biases, query and key norms, rope kind, sizes), which 
 
 from __future__ import annotations
 
-from typing import Any
-
 from engine.models.decoder import Decoder, Layer
 from engine.models.gated_mlp import read_gated_mlp
 from engine.models.grouped_attention import pack_rotations, read_grouped_attention
@@ -15,7 +13,7 @@ from engine.rope import Rotary
 
 
 def read_dense(reader: Reader) -> Decoder:
-    config, ops = reader.config, reader.ops
+    config = reader.config
     rotations, gated_rotation = pack_rotations(reader), reader.gated_rotation(config.intermediate_size)
 
     def read_layer(index: int) -> Layer:
@@ -27,11 +25,4 @@ def read_dense(reader: Reader) -> Decoder:
         mlp, post_norm = read_gated_mlp(reader, f"{name}.mlp", post_norm, config.intermediate_size, gated_rotation)
         return Layer(input_norm=input_norm, attention=attention, post_norm=post_norm, mlp=mlp)
 
-    def fuse(views: list[Any]) -> Any:
-        return ops.decoder(
-            *(config, decoder.layers, decoder.final_norm, rotations, gated_rotation, views),
-            *(decoder.embedding, decoder.rotary),
-        )
-
-    decoder = Decoder.read(reader, Rotary(config.rope, config.head_dim), read_layer, fuse=fuse)
-    return decoder
+    return Decoder.read(reader, Rotary(config.rope, config.head_dim), read_layer)

@@ -40,6 +40,7 @@ class LatentAttention:
 
     latent: LatentConfig
     num_heads: int
+    norm_eps: float  # of the norms of latents
     ops: ModuleType
     q_a: Any  # None: q_b projects at once
     q_a_norm: torch.Tensor | None
@@ -62,11 +63,11 @@ class LatentAttention:
     ) -> torch.Tensor:
         """x [T, hidden] normed -> [T, hidden]. `stored` is called as soon as the cache holds the batch's latents."""
         ops, latent = self.ops, self.latent
-        reduced = x if self.q_a is None else ops.rms_norm(ops.linear(x, self.q_a), self.q_a_norm, _NORM_EPS)
+        reduced = x if self.q_a is None else ops.rms_norm(ops.linear(x, self.q_a), self.q_a_norm, self.norm_eps)
         q = ops.linear(reduced, self.q_b).view(len(x), self.num_heads, latent.qk_dim)
         q_nope, q_rope = q.split((latent.nope_dim, latent.rope_dim), dim=2)
         latents, k_rope = ops.linear(x, self.kv_a).split((latent.kv_rank, latent.rope_dim), dim=1)
-        latents = ops.rms_norm(latents, self.kv_a_norm, _NORM_EPS)
+        latents = ops.rms_norm(latents, self.kv_a_norm, self.norm_eps)
         q_rope, k_rope = ops.rope(q_rope, k_rope.unsqueeze(1), cos, sin)
         ops.store_latents(latents, k_rope.squeeze(1), view, batch.slots)
         stored()
@@ -152,6 +153,7 @@ def read_latent_attention(
     attention = LatentAttention(
         latent=latent,
         num_heads=heads,
+        norm_eps=_NORM_EPS,
         ops=ops,
         q_a=q_a,
         q_a_norm=q_a_norm,

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
-from engine.kv_cache import KvView
 from engine.ops import native
-from engine.ops.cpu_attention import cache_args, decode_attention, prefill_attention, store_kv
+from engine.ops.cpu_attention import decode_attention, prefill_attention, store_kv
 from engine.ops.cpu_compressed import (
     as_stored,
     gather_items,
@@ -28,7 +27,7 @@ from engine.ops.cpu_compressed import (
     pool_windows,
     sparse_attn_sharedkv,
 )
-from engine.ops.cpu_decoder import Decoder
+from engine.ops.cpu_decoder import Decoder, can_decode
 from engine.ops.cpu_latent import gather_latents, latent_attention, store_latents
 from engine.ops.cpu_moe import (
     Experts,
@@ -267,16 +266,9 @@ def decoder(
     config: ModelConfig,
     layers: Sequence[Layer],
     final_norm: torch.Tensor,
-    rotations: Sequence[Linear] | None,
-    gated_rotation: Linear | None,
-    views: Sequence[KvView],
+    views: Sequence[Any],
     embedding: torch.Tensor,
     rotary: Rotary,
 ) -> Decoder | None:
     """All layers of a model over one cache as one call, or None where its sizes are none that fill whole words."""
-    sizes = [config.hidden_size, config.intermediate_size, config.head_dim]
-    sizes += [] if gated_rotation is None else [gated_rotation.in_features]
-    if any(size % 4 for size in sizes) or any(view.k.shape[0] < 1 for view in views):
-        return None
-    code = dtype_code(final_norm, "final_norm")
-    return Decoder(config, layers, final_norm, rotations, gated_rotation, views, cache_args, code, embedding, rotary)
+    return Decoder(config, layers, final_norm, views, embedding, rotary) if can_decode(config, layers) else None

@@ -10,7 +10,7 @@ from engine.kv_cache import KvView
 from engine.ops import native
 from engine.ops.cpu_tensors import check_tensor, dense_rows, dtype_code
 
-_KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+KV_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # as Dtype of kernels.h
 
 _library = native.library()
 if _library is None:
@@ -77,7 +77,7 @@ def decode_attention(
 
 def cache_args(view: KvView) -> native.KvCacheArgs:
     k, v, k_scale, v_scale = view.k, view.v, view.k_scale, view.v_scale
-    dtype = _KV_DTYPES.get(k.dtype)
+    dtype = KV_CODES.get(k.dtype)
     if dtype is None or v.dtype != k.dtype or (dtype == 2) != (k_scale is not None and v_scale is not None):
         raise TypeError(f"the cache must be int8 with scales, bfloat16 or float32, not {k.dtype} and {v.dtype}")
     num_rows, num_kv_heads, block_size, head_dim = k.shape

@@ -12,6 +12,7 @@ import torch
 
 from engine.latent_cache import LatentView
 from engine.ops import native
+from engine.ops.cpu_latent import entry_args
 from engine.ops.cpu_tensors import check_tensor, dense_rows, dtype_code
 from engine.ops.reference_latent import as_stored, gather_items
 
@@ -28,7 +29,6 @@ __all__ = [
 
 _HEADS_AT_ONCE = 32  # enough to make unpacking a tile cheap, few enough for several threads to share one token's
 _MOST_STREAMS = 16
-_KV_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 _library = native.library()
 if _library is None:
@@ -85,7 +85,7 @@ def lightning_indexer(
         num_heads=num_heads,
         dim=dim,
         weights=weights.data_ptr(),
-        entries=_entry_args(view),
+        entries=entry_args(view),
         block_tables=block_tables.data_ptr(),
         block_tables_stride=block_tables.stride(0) * 4,
         sequences=sequences.buffer_info()[0],
@@ -137,7 +137,7 @@ def sparse_attn_sharedkv(
         out=out.data_ptr(),
     )
     if view is not None:
-        args.entries = _entry_args(view)
+        args.entries = entry_args(view)
         if args.entries.rank + args.entries.key_dim != dim:
             raise ValueError(f"entries of {args.entries.rank} + {args.entries.key_dim} are no keys of {dim}")
     _shared_attention(args, tokens)
@@ -202,18 +202,3 @@ def _read_streams(
     )
     _streams_in(args, tokens)
     return out
-
-
-def _entry_args(view: LatentView) -> native.EntryArgs:
-    rank, key_dim = view.latents.shape[2], view.rope.shape[2]
-    return native.EntryArgs(
-        dtype=_KV_CODES[view.latents.dtype],
-        latents=view.latents.data_ptr(),
-        keys=view.rope.data_ptr() if key_dim else None,
-        scales=None if view.scale is None else view.scale.data_ptr(),
-        row_bytes=view.latents.stride(0) * view.latents.itemsize,
-        item_stride=view.latents.stride(1) * view.latents.itemsize,
-        block_size=view.block_size,
-        rank=rank,
-        key_dim=key_dim,
-    )

@@ -1,8 +1,8 @@
-"""All layers of a dense decoder in one native call a step (csrc/decoder.cpp), with the bits of the single operators.
+"""All layers of a decoder in one native call a step (csrc/decoder.cpp), with the bits of the single operators.
 
 A step needs no tensor beyond its input and its output (`decode` not even those): what the layers work on lies in one
-buffer that is kept. Nor has it a trip through Python for each operator, which at batch 1 of a small model is a tenth of
-the step.
+buffer that is kept. Nor has it a trip through Python for each operator, which is a tenth of a step of a small dense
+model at batch 1, and a fifth of one with experts.
 """
 
 from __future__ import annotations
@@ -14,17 +14,37 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.kv_cache import KvView
 from engine.ops import native
+from engine.ops.cpu_attention import cache_args
+from engine.ops.cpu_latent import HEADS_AT_ONCE, entry_args
+from engine.ops.cpu_moe import SCORES
+from engine.ops.cpu_tensors import dtype_code
 
 if TYPE_CHECKING:
     from engine.batch import Batch
     from engine.model_config import ModelConfig
     from engine.models.decoder import Layer
+    from engine.models.expert_mlp import ExpertMlp
+    from engine.models.gated_mlp import GatedMlp
+    from engine.models.grouped_attention import GroupedAttention
+    from engine.models.latent_attention import LatentAttention
     from engine.rope import Rotary
 
-KINDS = ("linear", "attention", "kv_access", "other")  # of events, in the order of decoder.cpp
+KINDS = ("linear", "attention", "kv_access", "moe", "other")  # of events, in the order of decoder.h
 _EVENTS_A_LAYER = 20  # more than a layer has
+
+
+def can_decode(config: ModelConfig, layers: Sequence[Layer]) -> bool:
+    """Whether all of the model's sizes fill whole words, and latent attention, if it has such, is absorbed."""
+    sizes = [config.hidden_size, config.intermediate_size, 0 if config.moe is None else config.moe.shared_size]
+    if config.latent is None:
+        sizes.append(config.head_dim)
+    else:
+        latent = config.latent
+        sizes += [latent.q_rank or 0, latent.kv_rank, latent.nope_dim, latent.rope_dim, latent.v_dim]
+        if layers[0].attention.key_up is None:
+            return False
+    return not any(size % 4 for size in sizes)
 
 
 class Decoder:
@@ -35,11 +55,7 @@ class Decoder:
         config: ModelConfig,
         layers: Sequence[Layer],
         final_norm: torch.Tensor,
-        rotations: Sequence[Any] | None,
-        gated_rotation: Any,
-        views: Sequence[KvView],
-        cache_args: Callable[[KvView], native.KvCacheArgs],
-        dtype_code: int,
+        views: Sequence[Any],
         embedding: torch.Tensor,
         rotary: Rotary,
     ) -> None:
@@ -48,33 +64,28 @@ class Decoder:
             raise ImportError("the native kernels are not built")
         self._run, self._bytes_for = library.twinpool_decoder, library.twinpool_decoder_bytes
         self._embedding, self._rotary = embedding.contiguous(), rotary
-        self._kept_alive = (layers, final_norm, rotations, gated_rotation, views)  # what the structures point into
+        self._kept_alive = (layers, final_norm, views)  # what the structures point into
         self._layers = (native.LayerArgs * config.num_layers)()
-        for args, layer, view in zip(self._layers, layers, views, strict=True):
-            attention, mlp = layer.attention, layer.mlp
+        for index, (args, layer, view) in enumerate(zip(self._layers, layers, views, strict=True)):
             args.input_norm, args.post_norm = layer.input_norm.data_ptr(), layer.post_norm.data_ptr()
-            if attention.q_norm is not None:
-                args.q_norm, args.k_norm = attention.q_norm.data_ptr(), attention.k_norm.data_ptr()
-            args.qkv, args.output = ctypes.pointer(attention.qkv.args), ctypes.pointer(attention.output.args)
-            args.gate_up, args.down = ctypes.pointer(mlp.gate_up.args), ctypes.pointer(mlp.down.args)
-            args.cache = cache_args(view)
+            if config.latent is None:
+                args.grouped = ctypes.pointer(_grouped(layer.attention, view))
+            else:
+                args.latent = ctypes.pointer(_latent(layer.attention, view))
+            gated = layer.mlp
+            if config.moe is not None and config.moe.sparse_layers[index]:
+                args.experts, gated = ctypes.pointer(_experts(layer.mlp)), layer.mlp.shared
+            if gated is not None:
+                args.gated = ctypes.pointer(_gated(gated))
         self._args = native.DecoderArgs(
-            dtype=dtype_code,
+            dtype=dtype_code(final_norm, "final_norm"),
             num_layers=config.num_layers,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
             eps=config.rms_norm_eps,
-            scale=config.head_dim**-0.5,
+            rope_dim=config.head_dim if config.latent is None else config.latent.rope_dim,
             hidden=config.hidden_size,
-            intermediate=config.intermediate_size,
             layers=self._layers,
             final_norm=final_norm.data_ptr(),
         )
-        if rotations is not None:
-            self._args.q_rotation, self._args.k_rotation = (ctypes.pointer(each.args) for each in rotations)
-        if gated_rotation is not None:
-            self._args.gated_rotation = ctypes.pointer(gated_rotation.args)
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._hidden = torch.empty(0, config.hidden_size, dtype=embedding.dtype)
         self._shown = self._hidden
@@ -91,7 +102,7 @@ class Decoder:
         batch: Batch,
         on_layer: Callable[[int], None] | None,
     ) -> torch.Tensor:
-        """residual: the embeddings [T, hidden], overwritten; cos, sin fp32 [T, head_dim / 2] -> [T, hidden] normed."""
+        """residual: the embeddings [T, hidden], overwritten; cos, sin fp32 [T, rope_dim / 2] -> [T, hidden] normed."""
         out = torch.empty_like(residual)
         step = self._step(batch, out, cos, sin)
         step.residual = residual.data_ptr()
@@ -153,3 +164,68 @@ class Decoder:
         """(kind, layer, begin, end) of every operator of the last step, in ns of the monotonic clock."""
         events = self._events or ()
         return [(KINDS[e.kind], e.layer, e.begin_ns, e.end_ns) for e in events[: self._num_events]]
+
+
+def _grouped(attention: GroupedAttention, view: Any) -> native.GroupedPart:
+    config = attention.config
+    part = native.GroupedPart(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        scale=config.head_dim**-0.5,
+        q_norm=_address(attention.q_norm),
+        k_norm=_address(attention.k_norm),
+        qkv=_pointer(attention.qkv),
+        output=_pointer(attention.output),
+        cache=cache_args(view),
+    )
+    if attention.rotations is not None:
+        part.q_rotation, part.k_rotation = map(_pointer, attention.rotations)
+    return part
+
+
+def _latent(attention: LatentAttention, view: Any) -> native.LatentPart:
+    return native.LatentPart(
+        num_heads=attention.num_heads,
+        heads_at_once=min(attention.num_heads, HEADS_AT_ONCE),
+        scale=attention.latent.scale,
+        eps=attention.norm_eps,
+        q_a_norm=_address(attention.q_a_norm),
+        kv_a_norm=_address(attention.kv_a_norm),
+        q_a=_pointer(attention.q_a),
+        q_b=_pointer(attention.q_b),
+        kv_a=_pointer(attention.kv_a),
+        output=_pointer(attention.output),
+        key_up=attention.key_up.args,
+        value_up=attention.value_up.args,
+        cache=entry_args(view),
+    )
+
+
+def _gated(mlp: GatedMlp) -> native.GatedPart:
+    return native.GatedPart(*map(_pointer, (mlp.gate_up, mlp.down, mlp.rotation)))
+
+
+def _experts(mlp: ExpertMlp) -> native.ExpertPart:
+    moe = mlp.moe
+    return native.ExpertPart(
+        router=_pointer(mlp.router),
+        score=SCORES.index(moe.scoring),
+        k=moe.experts_per_token,
+        bias=_address(mlp.bias),
+        num_groups=moe.num_groups,
+        groups_kept=moe.groups_kept,
+        renormalize=moe.renormalize,
+        scale=moe.scaling,
+        eps=moe.eps,
+        experts=mlp.experts.args,
+    )
+
+
+def _address(x: torch.Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _pointer(packed: Any) -> Any:
+    """To the arguments of a packed matrix, or null."""
+    return None if packed is None else ctypes.pointer(packed.args)

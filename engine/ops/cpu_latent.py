@@ -13,18 +13,48 @@ import torch
 from engine.kv_cache import KvView
 from engine.latent_cache import LatentView
 from engine.ops import native
-from engine.ops.cpu_attention import prefill_attention
-from engine.ops.cpu_tensors import dense_rows, dtype_code
-from engine.ops.reference_latent import gather_latents, store_latents
+from engine.ops.cpu_attention import KV_CODES, prefill_attention
+from engine.ops.cpu_tensors import check_tensor, dense_rows, dtype_code
+from engine.ops.reference_latent import gather_latents
 
-__all__ = ["gather_latents", "latent_attention", "store_latents"]
+__all__ = ["entry_args", "gather_latents", "latent_attention", "store_latents"]
 
-_HEADS_AT_ONCE = 64  # enough to make unpacking a tile cheap, few enough for several threads to share one token's
+HEADS_AT_ONCE = 64  # enough to make unpacking a tile cheap, few enough for several threads to share one token's
 
 _library = native.library()
 if _library is None:
     raise ImportError("the native kernels are not built: reinstall with a C++ compiler, or use the reference backend")
-_latent_attention = _library.twinpool_latent_attention
+_latent_attention, _store_latents = _library.twinpool_latent_attention, _library.twinpool_store_latents
+
+
+def store_latents(latents: torch.Tensor, rope: torch.Tensor, view: LatentView, slots: torch.Tensor) -> None:
+    """Writes latents [T, rank] and rope [T, rope_dim] into the cache at `slots` (int64 [T]), which the caller keeps
+    within it."""
+    code, tokens = dtype_code(latents, "latents"), len(slots)
+    check_tensor(latents, "latents", (tokens, view.latents.shape[2]), latents.dtype)
+    check_tensor(rope, "rope", (tokens, view.rope.shape[2]), latents.dtype)
+    check_tensor(slots, "slots", (tokens,), torch.int64)
+    latents, rope, slots = dense_rows(latents), dense_rows(rope), slots.contiguous()
+    args = native.StoreLatentsArgs(
+        *(entry_args(view), code, latents.data_ptr(), rope.data_ptr()),
+        *(latents.stride(0) * latents.itemsize, rope.stride(0) * rope.itemsize, slots.data_ptr()),
+    )
+    _store_latents(args, tokens)
+
+
+def entry_args(view: LatentView) -> native.EntryArgs:
+    rank, key_dim = view.latents.shape[2], view.rope.shape[2]
+    return native.EntryArgs(
+        dtype=KV_CODES[view.latents.dtype],
+        latents=view.latents.data_ptr(),
+        keys=view.rope.data_ptr() if key_dim else None,
+        scales=None if view.scale is None else view.scale.data_ptr(),
+        row_bytes=view.latents.stride(0) * view.latents.itemsize,
+        item_stride=view.latents.stride(1) * view.latents.itemsize,
+        block_size=view.block_size,
+        rank=rank,
+        key_dim=key_dim,
+    )
 
 
 def latent_attention(
@@ -69,7 +99,7 @@ def latent_attention(
         q_token_stride=q.stride(0) * q.itemsize,
         q_head_stride=q.stride(1) * q.itemsize,
         num_heads=num_heads,
-        heads_at_once=min(num_heads, _HEADS_AT_ONCE),
+        heads_at_once=min(num_heads, HEADS_AT_ONCE),
         block_tables=block_tables.data_ptr(),
         block_tables_stride=block_tables.stride(0) * 4,
         context_lens=lengths.buffer_info()[0],

@@ -57,33 +57,6 @@ _CACHE = ctypes.POINTER(KvCacheArgs)
 _LINEAR = ctypes.POINTER(PackedLinear)
 
 
-class LayerArgs(ctypes.Structure):
-    """struct LayerArgs of decoder.cpp."""
-
-    _fields_ = (
-        *((name, _POINTER) for name in ("input_norm", "q_norm", "k_norm", "post_norm")),
-        *((name, _LINEAR) for name in ("qkv", "output", "gate_up", "down")),
-        ("cache", KvCacheArgs),
-    )
-
-
-class DecoderArgs(ctypes.Structure):
-    """struct DecoderArgs of decoder.cpp."""
-
-    _fields_ = (
-        *((name, _INT) for name in ("dtype", "num_layers", "num_heads", "num_kv_heads", "head_dim")),
-        ("eps", _FLOAT),
-        ("scale", _FLOAT),
-        ("hidden", _SIZE),
-        ("intermediate", _SIZE),
-        ("layers", ctypes.POINTER(LayerArgs)),
-        ("final_norm", _POINTER),
-        ("q_rotation", _LINEAR),
-        ("k_rotation", _LINEAR),
-        ("gated_rotation", _LINEAR),
-    )
-
-
 class LatentArgs(ctypes.Structure):
     """struct LatentArgs of kernels.h."""
 
@@ -113,6 +86,18 @@ class EntryArgs(ctypes.Structure):
         *((name, _POINTER) for name in ("latents", "keys", "scales")),
         *((name, _SIZE) for name in ("row_bytes", "item_stride")),
         *((name, _INT) for name in ("block_size", "rank", "key_dim")),
+    )
+
+
+class StoreLatentsArgs(ctypes.Structure):
+    """struct StoreLatentsArgs of compressed.h."""
+
+    _fields_ = (
+        ("entries", EntryArgs),
+        ("dtype", _INT),
+        *((name, _POINTER) for name in ("latents", "keys")),
+        *((name, _SIZE) for name in ("latent_stride", "key_stride")),
+        ("slots", _POINTER),
     )
 
 
@@ -187,7 +172,7 @@ class StreamsOutArgs(ctypes.Structure):
 
 
 class ExpertsArgs(ctypes.Structure):
-    """struct ExpertsArgs of moe.cpp."""
+    """struct ExpertsArgs of dispatch.h."""
 
     _fields_ = (
         ("num_experts", _SIZE),
@@ -198,14 +183,84 @@ class ExpertsArgs(ctypes.Structure):
     )
 
 
+class GroupedPart(ctypes.Structure):
+    """struct GroupedPart of decoder.h."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("num_heads", "num_kv_heads", "head_dim")),
+        ("scale", _FLOAT),
+        *((name, _POINTER) for name in ("q_norm", "k_norm")),
+        *((name, _LINEAR) for name in ("qkv", "output", "q_rotation", "k_rotation")),
+        ("cache", KvCacheArgs),
+    )
+
+
+class LatentPart(ctypes.Structure):
+    """struct LatentPart of decoder.h."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("num_heads", "heads_at_once")),
+        *((name, _FLOAT) for name in ("scale", "eps")),
+        *((name, _POINTER) for name in ("q_a_norm", "kv_a_norm")),
+        *((name, _LINEAR) for name in ("q_a", "q_b", "kv_a", "output", "key_up", "value_up")),
+        ("cache", EntryArgs),
+    )
+
+
+class GatedPart(ctypes.Structure):
+    """struct GatedPart of decoder.h."""
+
+    _fields_ = tuple((name, _LINEAR) for name in ("gate_up", "down", "rotation"))
+
+
+class ExpertPart(ctypes.Structure):
+    """struct ExpertPart of decoder.h."""
+
+    _fields_ = (
+        ("router", _LINEAR),
+        ("score", _INT),
+        ("k", _SIZE),
+        ("bias", _POINTER),
+        *((name, _SIZE) for name in ("num_groups", "groups_kept")),
+        ("renormalize", _INT),
+        *((name, _FLOAT) for name in ("scale", "eps")),
+        ("experts", ExpertsArgs),
+    )
+
+
+class LayerArgs(ctypes.Structure):
+    """struct LayerArgs of decoder.h."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("input_norm", "post_norm")),
+        ("grouped", ctypes.POINTER(GroupedPart)),
+        ("latent", ctypes.POINTER(LatentPart)),
+        ("gated", ctypes.POINTER(GatedPart)),
+        ("experts", ctypes.POINTER(ExpertPart)),
+    )
+
+
+class DecoderArgs(ctypes.Structure):
+    """struct DecoderArgs of decoder.h."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("dtype", "num_layers")),
+        ("eps", _FLOAT),
+        ("rope_dim", _INT),
+        ("hidden", _SIZE),
+        ("layers", ctypes.POINTER(LayerArgs)),
+        ("final_norm", _POINTER),
+    )
+
+
 class Event(ctypes.Structure):
-    """struct Event of decoder.cpp."""
+    """struct Event of decoder.h."""
 
     _fields_ = (("kind", _INT), ("layer", _INT), ("begin_ns", _SIZE), ("end_ns", _SIZE))
 
 
 class StepArgs(ctypes.Structure):
-    """struct StepArgs of decoder.cpp."""
+    """struct StepArgs of decoder.h."""
 
     _fields_ = (
         ("tokens", _SIZE),
@@ -246,6 +301,7 @@ _FUNCTIONS = {
         *(_POINTER, _SIZE, _INT, _POINTER, _POINTER, _FLOAT, _POINTER),
     ),
     "twinpool_latent_attention": (ctypes.POINTER(LatentArgs), _INT, _POINTER),
+    "twinpool_store_latents": (ctypes.POINTER(StoreLatentsArgs), _SIZE),
     "twinpool_shared_attention": (ctypes.POINTER(SharedArgs), _SIZE),
     "twinpool_lightning_indexer": (ctypes.POINTER(IndexArgs), _SIZE, _SIZE, _POINTER, _SIZE),
     "twinpool_pool_windows": (ctypes.POINTER(PoolArgs), _SIZE),

@@ -10,11 +10,13 @@ import torch
 
 from engine.batch import Batch
 from engine.engine import Engine
+from engine.ops import native
 from engine.quantization import WEIGHT_FORMATS
 from tests import tiny_models
 from tests.engine.running import Running
 
 MEMORY_BYTES = 8 << 20
+KINDS = ["llama", "qwen2", "qwen3", "qwen3-moe", "mixtral", "deepseek-v3", "deepseek-v3-halves"]
 
 
 def load(path: Path, **kinds: str) -> Engine:
@@ -43,7 +45,7 @@ def by_operator(engine: Engine, batch: Batch) -> torch.Tensor:
         return model.forward_by_operator(residual, cos, sin, batch, engine.cache.views, None)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("kv_dtype", "weights"), [("bf16", "bf16"), *(("int8", name) for name in WEIGHT_FORMATS)])
 def test_one_call_equals_the_single_operators_bit_for_bit(
@@ -59,8 +61,33 @@ def test_one_call_equals_the_single_operators_bit_for_bit(
         assert torch.equal(mine, theirs)
 
 
-def test_stopping_after_every_layer_changes_nothing(tmp_path: Path) -> None:
-    path = tiny_models.make(tmp_path, "qwen3")
+@pytest.mark.parametrize("isa", [name for name in (native.EMULATED, *native.ISAS) if native.select_isa(name)])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
+@pytest.mark.parametrize("kind", ["qwen3-moe", "deepseek-v3"])
+def test_so_it_does_on_every_instruction_set_and_number_of_threads(
+    tmp_path: Path, kind: str, weights: str, threads: int, isa: str
+) -> None:
+    best, path = native.isa(), tiny_models.make(tmp_path, kind)
+    try:
+        native.select_isa(isa)
+        whole, single = (load(path, weights=weights, threads=threads) for _ in range(2))
+        for batch, other in zip(batches(whole), batches(single), strict=True):
+            assert torch.equal(whole.forward(batch), by_operator(single, other))
+    finally:
+        native.select_isa(best)
+    for mine, theirs in zip(whole.cache.buffers, single.cache.buffers, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_latents_in_the_plain_form_go_operator_by_operator(tmp_path: Path) -> None:
+    engine = load(tiny_models.make(tmp_path, "deepseek-v3"), latent_form="plain")
+    assert engine.decoder is None
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe", "deepseek-v3"])
+def test_stopping_after_every_layer_changes_nothing(tmp_path: Path, kind: str) -> None:
+    path = tiny_models.make(tmp_path, kind)
     whole, staged = load(path), load(path)
     for batch, other in zip(batches(whole), batches(staged), strict=True):
         seen: list[int] = []
@@ -68,8 +95,9 @@ def test_stopping_after_every_layer_changes_nothing(tmp_path: Path) -> None:
         assert seen == list(range(whole.config.num_layers))
 
 
-def test_a_recorded_step_names_every_operator_in_the_order_it_ran(tmp_path: Path) -> None:
-    engine = load(tiny_models.make(tmp_path, "qwen3"))
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe", "deepseek-v3"])
+def test_a_recorded_step_names_every_operator_in_the_order_it_ran(tmp_path: Path, kind: str) -> None:
+    engine = load(tiny_models.make(tmp_path, kind))
     decoder = engine._model.decoder(engine.cache.views)
     batch = batches(engine)[0]
     engine.forward(batch)
@@ -77,8 +105,9 @@ def test_a_recorded_step_names_every_operator_in_the_order_it_ran(tmp_path: Path
     decoder.record(True)
     engine.forward(batch)
     events = decoder.events
-    assert {kind for kind, *_ in events} == {"linear", "attention", "kv_access", "other"}
-    assert sum(kind == "attention" for kind, *_ in events) == engine.config.num_layers
+    named = {"linear", "attention", "kv_access", "other"}
+    assert {name for name, *_ in events} == (named if kind == "qwen3" else named | {"moe"})
+    assert sum(name == "attention" for name, *_ in events) == engine.config.num_layers
     assert all(begin <= end for _, _, begin, end in events)
     assert all(a[3] <= b[2] for a, b in itertools.pairwise(events))
     decoder.record(False)

@@ -192,6 +192,14 @@ void run_attention(const AttentionArgs& args, int32_t num_sequences, const int32
       [&](const AttentionTask& task, float* partials) { kernels().merge_attention(args, task, partials); });
 }
 
+void run_latent_attention(const LatentArgs& args, int32_t num_sequences, const int32_t* query_start) {
+  run_attention_tasks(
+      args.heads_at_once, static_cast<int32_t>(ceil_div(args.num_heads, args.heads_at_once)), args.rank,
+      args.context_lens, num_sequences, query_start,
+      [&](const AttentionTask& task) { kernels().latent_attention(args, task); },
+      [&](const AttentionTask& task, float* partials) { kernels().merge_latent_attention(args, task, partials); });
+}
+
 }  // namespace twinpool
 
 using namespace twinpool;
@@ -286,11 +294,10 @@ TWINPOOL_API void twinpool_attention(const KvCacheArgs* cache, int dtype, const 
   run_attention(args, num_sequences, query_start);
 }
 
-// The same for the queries of latent attention over an int8 cache.
 TWINPOOL_API void twinpool_latent_attention(const LatentArgs* args, int32_t num_sequences, const int32_t* query_start) {
-  run_attention_tasks(
-      args->heads_at_once, static_cast<int32_t>(ceil_div(args->num_heads, args->heads_at_once)), args->rank,
-      args->context_lens, num_sequences, query_start,
-      [&](const AttentionTask& task) { kernels().latent_attention(*args, task); },
-      [&](const AttentionTask& task, float* partials) { kernels().merge_latent_attention(*args, task, partials); });
+  run_latent_attention(*args, num_sequences, query_start);
+}
+
+TWINPOOL_API void twinpool_store_latents(const StoreLatentsArgs* args, int64_t tokens) {
+  for_each_row(kernels().store_latents, *args, tokens);
 }

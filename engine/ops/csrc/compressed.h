@@ -7,9 +7,18 @@ namespace twinpool {
 // One layer's entries in the cache. The planes of a cache row are row_bytes away from those of the next.
 struct EntryArgs {
   Dtype dtype;
-  const char *latents, *keys, *scales;  // of a row: [block_size, rank], [block_size, key_dim], fp16 [block_size]
-  int64_t row_bytes, item_stride;       // item_stride: from one latent to the next, and of keys unless int8
-  int32_t block_size, rank, key_dim;    // keys is null where key_dim is 0
+  char *latents, *keys, *scales;      // of a row: [block_size, rank], [block_size, key_dim], fp16 [block_size]
+  int64_t row_bytes, item_stride;     // item_stride: from one latent to the next, and of keys unless int8
+  int32_t block_size, rank, key_dim;  // keys is null where key_dim is 0
+};
+
+// Writes latents and their rotated keys, which are bf16 where latents are int8, to their places.
+struct StoreLatentsArgs {
+  EntryArgs entries;
+  Dtype dtype;
+  const char *latents, *keys;  // [tokens, rank], [tokens, key_dim]
+  int64_t latent_stride, key_stride;
+  const int64_t* slots;  // [tokens]: row * block_size + place
 };
 
 // Attention of all heads over the keys of a window and over chosen entries, which are their values as well.

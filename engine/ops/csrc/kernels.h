@@ -51,7 +51,8 @@ struct LinearArgs {
   int64_t x_stride, rows;
   int8_t* codes;      // where num_digits is not 0: [rows, num_digits, 4 * steps], and
   float* row_scales;  // [rows], filled by `quantize` before the first task
-  char* out;          // contiguous
+  char* out;
+  int64_t out_stride = 0;  // 0: contiguous
 };
 
 // One layer's rows of the KV cache. The planes of one row are row_bytes away from those of the next.
@@ -181,6 +182,7 @@ struct CombineArgs {
   const int32_t* places;
   int64_t k, width;
   char* out;  // contiguous
+  const char* added = nullptr;  // null, or [rows, width] that is added to the sum once it is rounded, contiguous
 };
 
 // How the next token is chosen from row `row` of the logits (engine/sampling.py: Draw).
@@ -221,6 +223,7 @@ struct Kernels {
   // Writes the outputs of a task whose chunks lie in `partials`, each partial_floats long.
   void (*merge_attention)(const AttentionArgs&, const AttentionTask&, float* partials);
   void (*merge_latent_attention)(const LatentArgs&, const AttentionTask&, float* partials);
+  void (*store_latents)(const StoreLatentsArgs&, int64_t token);
   void (*rms_norm)(const RmsNormArgs&, int64_t row);
   void (*rope)(const RopeArgs&, int64_t token);
   void (*silu_mul)(const SiluMulArgs&, int64_t row);

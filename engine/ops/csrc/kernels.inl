@@ -18,6 +18,6 @@
 #include "streams.inl"
 
 const Kernels kernels = {linear,           quantize,      num_digits,   store_kv,        attention,
-                         latent_attention, merge_attention, merge_latent_attention, rms_norm, rope,
+                         latent_attention, merge_attention, merge_latent_attention, store_latents, rms_norm, rope,
                          silu_mul,         gating,        combine,      shared_attention, index_scores,
                          pool_windows,     streams_in,    streams_out, choose};

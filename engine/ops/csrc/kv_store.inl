@@ -1,5 +1,5 @@
-// Writes one token's keys and values into the cache, quantizing when the cache is int8 (reference.py: quantize,
-// store_kv).
+// Writes one token's keys and values, or its latent, into the cache, quantizing when the cache is int8 (reference.py:
+// quantize, store_kv, store_latents).
 
 // Symmetric int8; the codes are made with the scale as fp16 holds it. Returns the scale's fp16 bits.
 template <class T>
@@ -68,4 +68,33 @@ void store_token_of(const StoreArgs& args, int64_t token) {
 
 void store_kv(const StoreArgs& args, int64_t token) {
   args.dtype == Dtype::bf16 ? store_token_of<bf16>(args, token) : store_token_of<float>(args, token);
+}
+
+template <class T, class Kv>
+void store_latents_of(const StoreLatentsArgs& args, int64_t token) {
+  const EntryArgs& to = args.entries;
+  const int64_t row = args.slots[token] / to.block_size * to.row_bytes, place = args.slots[token] % to.block_size;
+  const T* latent = reinterpret_cast<const T*>(args.latents + token * args.latent_stride);
+  uint16_t* scale = reinterpret_cast<uint16_t*>(to.scales + row) + place;
+  store_head(latent, to.rank, reinterpret_cast<Kv*>(to.latents + row + place * to.item_stride), scale);
+  if (!to.key_dim) return;
+  const T* key = reinterpret_cast<const T*>(args.keys + token * args.key_stride);
+  if constexpr (sizeof(Kv) == 1) {
+    store_head(key, to.key_dim, reinterpret_cast<bf16*>(to.keys + row) + place * to.key_dim, nullptr);
+  } else {
+    store_head(key, to.key_dim, reinterpret_cast<Kv*>(to.keys + row + place * to.item_stride), nullptr);
+  }
+}
+
+template <class T>
+void store_latents_from(const StoreLatentsArgs& args, int64_t token) {
+  switch (args.entries.dtype) {
+    case Dtype::int8: return store_latents_of<T, int8_t>(args, token);
+    case Dtype::bf16: return store_latents_of<T, bf16>(args, token);
+    case Dtype::fp32: return store_latents_of<T, float>(args, token);
+  }
+}
+
+void store_latents(const StoreLatentsArgs& args, int64_t token) {
+  args.dtype == Dtype::bf16 ? store_latents_from<bf16>(args, token) : store_latents_from<float>(args, token);
 }

@@ -19,7 +19,7 @@ struct LinearTask {
 // Writes the task's outputs: finish(row of the task, column of the panel) gives kLanes of them before the bias.
 template <class T, class Finish>
 TWINPOOL_INLINE void write_outputs(const LinearArgs& args, const LinearTask& task, const Finish& finish) {
-  const int64_t width = args.weight->out_features;
+  const int64_t width = args.out_stride ? args.out_stride / static_cast<int64_t>(sizeof(T)) : args.weight->out_features;
   const T* bias = args.weight->bias ? static_cast<const T*>(args.weight->bias) + task.first_column : nullptr;
   T* out = reinterpret_cast<T*>(args.out) + task.first_row * width + task.first_column;
   for (int64_t r = 0; r < task.rows; ++r, out += width)

@@ -23,7 +23,131 @@ void run_linears(const std::vector<LinearArgs>& linears) {
   });
 }
 
+// Where the rows of a group of linears lie, one after the other; with stride 0 all are the same.
+struct Rows {
+  const char* x;
+  int64_t x_stride;
+  int8_t* codes;
+  int64_t code_stride;
+  float* scales;
+  int64_t scale_stride;
+};
+
 }  // namespace
+
+namespace twinpool {
+
+// Rows are sorted by expert, so that each expert's matrices are read once, and those of experts without rows not at all.
+void run_experts(const ExpertsArgs& experts, const RoutedRows& routed, char* out) {
+  const PackedLinear &gate_up = experts.gate_up[0], &down = experts.down[0];
+  const int64_t hidden = gate_up.in_features, inner = down.in_features, size = size_of(gate_up.dtype);
+  const int64_t rows = routed.rows, k = routed.k, pairs = rows * k;
+  const int64_t in_codes = kernels().num_digits(gate_up) * 4 * gate_up.steps;
+  const int64_t down_codes = kernels().num_digits(down) * 4 * down.steps;
+  const bool is_one = rows == 1;  // then each of its experts reads it where it is
+
+  char *sorted, *projected, *gated, *turned, *returned;
+  int8_t *codes, *sorted_codes, *gated_codes;
+  float *scales, *sorted_scales, *gated_scales;
+  int32_t* places;  // of every (row, choice) among the sorted rows
+  const auto carve = [&](char* base) {
+    Carver carver(base);
+    sorted = carver.take<char>(is_one || in_codes ? 0 : pairs * hidden * size);
+    projected = carver.take<char>(pairs * 2 * inner * size);
+    gated = carver.take<char>(pairs * inner * size);
+    turned = experts.gated_rotation ? carver.take<char>(pairs * inner * size) : gated;
+    returned = carver.take<char>(pairs * down.out_features * size);
+    codes = routed.codes ? routed.codes : carver.take<int8_t>(rows * in_codes);
+    scales = routed.codes ? routed.row_scales : carver.take<float>(rows);
+    sorted_codes = carver.take<int8_t>(is_one ? 0 : pairs * in_codes), sorted_scales = carver.take<float>(pairs);
+    gated_codes = carver.take<int8_t>(pairs * down_codes), gated_scales = carver.take<float>(pairs);
+    places = carver.take<int32_t>(pairs);
+    return carver.bytes();
+  };
+  carve(caller_scratch(carve(nullptr)));
+
+  thread_local std::vector<int64_t> kept_begins;
+  std::vector<int64_t>& begins = kept_begins;  // of each expert's rows among the sorted
+  begins.assign(experts.num_experts + 1, 0);
+  for (int64_t i = 0; i < pairs; ++i) ++begins[routed.experts[i] + 1];
+  for (int64_t e = 0; e < experts.num_experts; ++e) begins[e + 1] += begins[e];
+  {
+    thread_local std::vector<int64_t> next;
+    next.assign(begins.begin(), begins.end());
+    for (int64_t i = 0; i < pairs; ++i) places[i] = static_cast<int32_t>(next[routed.experts[i]]++);
+  }
+
+  if (in_codes && !routed.codes)
+    for_each_row(kernels().quantize, {&gate_up, routed.x, routed.x_stride, rows, codes, scales, nullptr}, rows);
+  Rows inputs = {routed.x, 0, codes, 0, scales, 0};
+  if (!is_one) {
+    for_each_row_do(rows, [&](int64_t row) {
+      for (int64_t i = row * k; i < (row + 1) * k; ++i) {
+        if (!in_codes) {
+          std::memcpy(sorted + places[i] * hidden * size, routed.x + row * routed.x_stride, hidden * size);
+        } else {
+          std::memcpy(sorted_codes + places[i] * in_codes, codes + row * in_codes, in_codes);
+          sorted_scales[places[i]] = scales[row];
+        }
+      }
+    });
+    inputs = {sorted, hidden * size, sorted_codes, in_codes, sorted_scales, 1};
+  }
+
+  thread_local std::vector<LinearArgs> kept_linears;
+  std::vector<LinearArgs>& linears = kept_linears;
+  const auto multiply = [&](const PackedLinear* matrices, const Rows& from, char* to) {
+    linears.clear();
+    for (int64_t e = 0; e < experts.num_experts; ++e)
+      if (const int64_t begin = begins[e], count = begins[e + 1] - begin; count)
+        linears.push_back({matrices + e, from.x + begin * from.x_stride, from.x_stride, count,
+                           from.codes + begin * from.code_stride, from.scales + begin * from.scale_stride,
+                           to + begin * matrices[0].out_features * size});
+    run_linears(linears);
+  };
+  multiply(experts.gate_up, inputs, projected);
+  const SiluMulArgs silu = {gate_up.dtype, projected, 2 * inner * size, inner, gated, experts.limit};
+  const LinearArgs after = {&down, turned, inner * size, pairs, gated_codes, gated_scales, nullptr};
+  for_each_row_do(pairs, [&](int64_t pair) {
+    kernels().silu_mul(silu, pair);
+    if (!experts.gated_rotation && down_codes) kernels().quantize(after, pair);
+  });
+  if (experts.gated_rotation) {
+    const int64_t width = experts.gated_rotation->in_features;
+    run_linear_tasks(
+        {experts.gated_rotation, gated, width * size, pairs * inner / width, nullptr, nullptr, turned});
+    if (down_codes) for_each_row(kernels().quantize, after, pairs);
+  }
+  multiply(experts.down, {turned, inner * size, gated_codes, down_codes, gated_scales, 1}, returned);
+  for_each_row(kernels().combine,
+               CombineArgs{down.dtype, returned, routed.weights, places, k, down.out_features, out, routed.added}, rows);
+}
+
+void run_linear_groups(const LinearGroupsArgs& args) {
+  if (!args.rows) return;
+  thread_local std::vector<LinearArgs> kept;
+  std::vector<LinearArgs>& linears = kept;
+  linears.clear();
+  const int64_t row_codes = kernels().num_digits(args.matrices[0]) * 4 * args.matrices[0].steps;
+  int8_t* codes;
+  float* row_scales;
+  const auto carve = [&](char* base) {
+    Carver carver(base);
+    codes = carver.take<int8_t>(args.groups * args.rows * row_codes);
+    row_scales = carver.take<float>(args.groups * args.rows);
+    return carver.bytes();
+  };
+  carve(caller_scratch(carve(nullptr)));
+  for (int64_t g = 0; g < args.groups; ++g) {
+    linears.push_back({args.matrices + g, args.x + g * args.x_group_stride, args.x_row_stride, args.rows,
+                       codes + g * args.rows * row_codes, row_scales + g * args.rows,
+                       args.out + g * args.out_group_stride, args.out_row_stride});
+    if (row_codes) for_each_row(kernels().quantize, linears.back(), args.rows);
+  }
+  run_linears(linears);
+}
+
+}  // namespace twinpool
 
 TWINPOOL_API void twinpool_gating(int score, const void* logits, int64_t stride, int64_t rows, int64_t num_experts,
                                   int64_t k, const float* bias, int64_t num_groups, int64_t groups_kept,
@@ -47,101 +171,14 @@ TWINPOOL_API void twinpool_gating(int score, const void* logits, int64_t stride,
   for_each_row(kernels().gating, args, rows);
 }
 
-// Same layout as `native.ExpertsArgs`. All matrices of a kind have one shape and format.
-struct ExpertsArgs {
-  int64_t num_experts;
-  const PackedLinear *gate_up, *down;    // [num_experts]
-  const PackedLinear* gated_rotation;    // null, or [n, n] over the inputs of `down`, n at a time
-  float limit;
-};
-
-// out [rows, hidden] = for each row the weighted sum of what its k experts make of it. Rows are sorted by expert, so
-// that each expert's matrices are read once, and those of experts without rows not at all.
 TWINPOOL_API void twinpool_moe_experts(const ExpertsArgs* experts, const char* x, int64_t x_stride, int64_t rows,
                                        int64_t k, const float* weights, const int32_t* chosen, char* out) {
-  const PackedLinear &gate_up = experts->gate_up[0], &down = experts->down[0];
-  const int64_t hidden = gate_up.in_features, inner = down.in_features, size = size_of(gate_up.dtype), pairs = rows * k;
-  const int64_t digits = std::max(kernels().num_digits(gate_up), kernels().num_digits(down));
-
-  char *sorted, *projected, *gated, *turned, *returned;
-  int8_t* codes;
-  float* row_scales;
-  int32_t* places;  // of every (row, choice) among the sorted rows
-  const auto carve = [&](char* base) {
-    Carver carver(base);
-    sorted = carver.take<char>(pairs * hidden * size);
-    projected = carver.take<char>(pairs * 2 * inner * size);
-    gated = carver.take<char>(pairs * inner * size);
-    turned = experts->gated_rotation ? carver.take<char>(pairs * inner * size) : gated;
-    returned = carver.take<char>(pairs * down.out_features * size);
-    codes = carver.take<int8_t>(pairs * digits * 4 * std::max(gate_up.steps, down.steps));
-    row_scales = carver.take<float>(pairs);
-    places = carver.take<int32_t>(pairs);
-    return carver.bytes();
-  };
-  carve(caller_scratch(carve(nullptr)));
-
-  thread_local std::vector<int64_t> kept_begins;
-  std::vector<int64_t>& begins = kept_begins;  // of each expert's rows among the sorted
-  begins.assign(experts->num_experts + 1, 0);
-  for (int64_t i = 0; i < pairs; ++i) ++begins[chosen[i] + 1];
-  for (int64_t e = 0; e < experts->num_experts; ++e) begins[e + 1] += begins[e];
-  {
-    thread_local std::vector<int64_t> next;
-    next.assign(begins.begin(), begins.end());
-    for (int64_t i = 0; i < pairs; ++i) places[i] = static_cast<int32_t>(next[chosen[i]]++);
-  }
-  parallel_for(rows, [&](int64_t row) {
-    for (int64_t j = 0; j < k; ++j)
-      std::memcpy(sorted + places[row * k + j] * hidden * size, x + row * x_stride, hidden * size);
-  });
-
-  thread_local std::vector<LinearArgs> kept_linears;
-  std::vector<LinearArgs>& linears = kept_linears;
-  const auto multiply = [&](const PackedLinear* matrices, const char* from, char* to) {
-    const PackedLinear& any = matrices[0];
-    const int64_t in_stride = any.in_features * size, out_stride = any.out_features * size;
-    const int64_t own_digits = kernels().num_digits(any);
-    if (own_digits) for_each_row(kernels().quantize, {&any, from, in_stride, pairs, codes, row_scales, nullptr}, pairs);
-    linears.clear();
-    for (int64_t e = 0; e < experts->num_experts; ++e)
-      if (const int64_t begin = begins[e], count = begins[e + 1] - begin; count)
-        linears.push_back({matrices + e, from + begin * in_stride, in_stride, count, codes + begin * own_digits * 4 * any.steps,
-                           row_scales + begin, to + begin * out_stride});
-    run_linears(linears);
-  };
-  multiply(experts->gate_up, sorted, projected);
-  for_each_row(kernels().silu_mul, SiluMulArgs{gate_up.dtype, projected, 2 * inner * size, inner, gated, experts->limit},
-               pairs);
-  if (experts->gated_rotation) {
-    const int64_t width = experts->gated_rotation->in_features;
-    run_linears({{experts->gated_rotation, gated, width * size, pairs * inner / width, nullptr, nullptr, turned}});
-  }
-  multiply(experts->down, turned, returned);
-  for_each_row(kernels().combine, CombineArgs{down.dtype, returned, weights, places, k, down.out_features, out}, rows);
+  run_experts(*experts, {x, x_stride, rows, k, weights, chosen, nullptr, nullptr, nullptr}, out);
 }
 
 // out [groups, rows, out_features]: group g of x times matrix g.
 TWINPOOL_API void twinpool_grouped_linear(const PackedLinear* matrices, int64_t groups, const char* x,
                                           int64_t x_group_stride, int64_t x_row_stride, int64_t rows, char* out) {
-  thread_local std::vector<LinearArgs> kept;
-  std::vector<LinearArgs>& linears = kept;
-  linears.clear();
-  if (!rows) return;
-  const int64_t digits = kernels().num_digits(matrices[0]), row_codes = digits * 4 * matrices[0].steps;
-  int8_t* codes;
-  float* row_scales;
-  const auto carve = [&](char* base) {
-    Carver carver(base);
-    codes = carver.take<int8_t>(groups * rows * row_codes), row_scales = carver.take<float>(groups * rows);
-    return carver.bytes();
-  };
-  carve(caller_scratch(carve(nullptr)));
-  for (int64_t g = 0; g < groups; ++g) {
-    linears.push_back({matrices + g, x + g * x_group_stride, x_row_stride, rows, codes + g * rows * row_codes,
-                       row_scales + g * rows,
-                       out + g * rows * matrices[g].out_features * size_of(matrices[g].dtype)});
-    if (digits) for_each_row(kernels().quantize, linears.back(), rows);
-  }
-  run_linears(linears);
+  const int64_t row_bytes = matrices[0].out_features * size_of(matrices[0].dtype);
+  run_linear_groups({matrices, groups, rows, x, x_group_stride, x_row_stride, out, rows * row_bytes, row_bytes});
 }

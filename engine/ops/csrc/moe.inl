@@ -214,11 +214,12 @@ void combine_row(const CombineArgs& args, int64_t row) {
   const float* weights = args.weights + row * args.k;
   const int32_t* places = args.places + row * args.k;
   T* out = reinterpret_cast<T*>(args.out) + row * args.width;
+  const T* added = args.added ? reinterpret_cast<const T*>(args.added) + row * args.width : nullptr;
   for (int64_t i = 0; i < args.width; i += kLanes) {
     const int64_t left = args.width - i;
     F32 sum = {};
     for (int64_t j = 0; j < args.k; ++j) sum = fma(load(rows + places[j] * args.width + i, left), splat(weights[j]), sum);
-    store(out + i, sum, left);
+    store(out + i, added ? rounded_to<T>(sum) + load(added + i, left) : sum, left);
   }
 }
 
