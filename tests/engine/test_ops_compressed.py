@@ -41,6 +41,27 @@ def entries(rank: int, rope_dim: int, kv_dtype: str, rows: int = 7, a_row: int =
     return view
 
 
+@pytest.mark.parametrize("rope_dim", [12, 0])
+@pytest.mark.parametrize("kv_dtype", ["int8", "bf16", "fp32"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_storing_writes_the_bytes_of_the_reference_and_no_others(
+    isa: str, dtype: torch.dtype, kv_dtype: str, rope_dim: int
+) -> None:
+    """Latents of zeros, of one large number, and of numbers that int8 cannot hold apart are among them."""
+    tokens, a_row, rank = 20, 8, 52
+    both = torch.cat([normal(tokens, rank), normal(tokens, rope_dim, seed=1)], dim=1).to(dtype)
+    both[3], both[4, 7], both[5] = 0, 7e4, both[5] * 1e-7
+    size = a_row * sum(item_bytes(rank, rope_dim, kv_dtype))
+    slots = torch.randperm(7 * a_row, generator=torch.Generator().manual_seed(0))[:tokens]
+    buffers = []
+    for backend in (cpu, reference):
+        buffer = torch.full((7, size + 12), 0x5A, dtype=torch.uint8)
+        view = view_items(buffer[:, 4 : 4 + size], a_row, rank, rope_dim, kv_dtype)
+        backend.store_latents(both[:, :rank], both[:, rank:], view, slots)
+        buffers.append(buffer)
+    assert torch.equal(*buffers)
+
+
 def attention_case(dtype: torch.dtype, kv_dtype: str, tokens: int = 9) -> tuple[torch.Tensor | LatentView | float, ...]:
     q, local = normal(tokens, 5, 72, seed=3).to(dtype), normal(300, 72, seed=4).to(dtype)
     spans = torch.tensor([[0, 1], [0, 64], [3, 70], [5, 133], [170, 298], [299, 300], [10, 30], [20, 149], [0, 128]])
