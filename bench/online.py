@@ -9,7 +9,8 @@
 3. Note when each token arrives; a request that fails is an error with its class name.
 4. Print a table, then one JSON object as the last line (report.py).
 
-Output lengths are exact (greedy, end-of-sequence ignored), and the SDK's retries are off.
+Output lengths are exact (greedy, end-of-sequence ignored), and the SDK's retries are off. With --local it also says
+what the decode worker held in memory at most (Linux).
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 
-from bench import machine, workload
+from bench import machine, memory, workload
 from bench.compare import compare
 from bench.report import Outcome, Target, summarize, table
 from bench.workload import Arrival, Shape
+from decode.config import DecodeConfig
 from router.config import RouterConfig
+from service.config import load
 from twinpool import errors, model_store
 from twinpool.client import AsyncClient
 from twinpool.deployment import Deployment, DeploymentSpec
@@ -53,9 +57,14 @@ async def drive(args: argparse.Namespace, address: str) -> list[Outcome]:
     return outcomes[len(warm) :]
 
 
-def measure(args: argparse.Namespace, address: str) -> int:
-    """Drives, prints, and answers with the exit status: 1 when no request finished."""
-    outcomes = asyncio.run(drive(args, address))
+def measure(args: argparse.Namespace, address: str, decode_pid: int | None = None) -> int:
+    """Drives, prints, and answers with the exit status: 1 when no request finished.
+
+    decode_pid: of a decode worker whose memory is looked at meanwhile.
+    """
+    with memory.Watch(decode_pid) if decode_pid else nullcontext() as watch:
+        outcomes = asyncio.run(drive(args, address))
+    held = decode_worker_memory(watch.most) if watch and watch.most else {}
     summary = summarize(outcomes, {**default_targets(), **dict(args.target)})
     print(table(summary))
     print(
@@ -63,6 +72,11 @@ def measure(args: argparse.Namespace, address: str) -> int:
         f"goodput {summary['goodput_rps']} requests/s of {summary['rate_achieved_rps']} sent, "
         f"{summary['output_tokens_per_s']} output tokens/s, {summary['cached_tokens']} prompt tokens from the cache"
     )
+    if held:
+        print(
+            f"decode worker: {held['decode_worker_memory_mb']} MB beside weights, cache and --swap, and "
+            f"{held['decode_worker_libraries_mb']} MB of libraries"
+        )
     asked = {
         "rate_rps": args.rate,
         "mix": ":".join(f"{weight:g}" for weight in args.mix),
@@ -71,7 +85,7 @@ def measure(args: argparse.Namespace, address: str) -> int:
         "max_tokens": args.max_tokens,
         "seed": args.seed,
     }
-    print(json.dumps({"bench": "online", **machine.describe(), **asked, **summary}))
+    print(json.dumps({"bench": "online", **machine.describe(), **asked, **summary, **held}))
     return 0 if summary["completed"] else 1
 
 
@@ -83,7 +97,21 @@ def run_local(args: argparse.Namespace) -> int:
     )
     with Deployment(spec, lambda line: print(line, file=sys.stderr)) as deployment:
         deployment.start(timeout_s=300)
-        return measure(args, deployment.address)
+        (decode_worker,) = (child for child in deployment.children if child.name == "decode-0")
+        return measure(args, deployment.address, decode_worker.pid)
+
+
+def decode_worker_memory(most: Mapping[str, int]) -> dict[str, float]:
+    """Of what it held at most, in MB: its own beside the configured memory for preempted sequences, and the rest."""
+    swap = load(DecodeConfig, "decode", ()).swap
+    mb = {kind: round(num_bytes / 1e6, 1) for kind, num_bytes in most.items()}
+    return {
+        "decode_worker_memory_mb": round((most[memory.OWN] - swap) / 1e6, 1),
+        "decode_worker_swap_mb": round(swap / 1e6, 1),
+        "decode_worker_cache_mb": mb[memory.CACHE],
+        "decode_worker_weights_mb": mb[memory.WEIGHTS],
+        "decode_worker_libraries_mb": mb[memory.LIBRARIES],
+    }
 
 
 def default_targets() -> dict[str, Target]:
