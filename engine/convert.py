@@ -115,7 +115,7 @@ class _Source:
         embedding, output = self.tensors["token_embd.weight"], self.tensors.get("output.weight")
         if output is None:
             return names, True
-        if not _is_same_matrix(embedding, output):
+        if not is_same_matrix(embedding, output):
             return names, False
         finer, other = sorted((embedding, output), key=lambda t: t.n_bytes, reverse=True)
         del names[other.name]
@@ -248,7 +248,7 @@ def _target_name(name: str) -> str:
     return f"model.layers.{block}.{_LAYER_NAMES[rest]}.{suffix}"
 
 
-def _is_same_matrix(a: ReaderTensor, b: ReaderTensor, num_rows: int = 256) -> bool:
+def is_same_matrix(a: ReaderTensor, b: ReaderTensor, num_rows: int = 256) -> bool:
     """Whether two tensors are one matrix quantized twice, by the direction of some of their rows."""
     if tuple(a.shape) != tuple(b.shape):
         return False
