@@ -29,8 +29,8 @@ class DecodeConfig(WorkerConfig):
         256, help="prompt tokens computed here between two steps, at most", unit="tokens", minimum=16
     )
     reserve_timeout: float = option(
-        60.0, help="of a submit that brings none: until rows have arrived", unit="s", minimum=0.001
+        60.0, help="of a submit that brings none: until rows have arrived", unit="s", minimum=0.001, maximum=864000
     )
     drain_timeout: float = option(
-        120.0, help="for what is running when the worker is told to stop", unit="s", minimum=0
+        120.0, help="for what is running when the worker is told to stop", unit="s", minimum=0, maximum=86400
     )

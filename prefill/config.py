@@ -26,8 +26,12 @@ class PrefillConfig(WorkerConfig):
     max_short_prompts: int = option(32, help="short inputs computed side by side", unit="prompts", minimum=1)
     max_long_prompts: int = option(8, help="long inputs computed side by side", unit="prompts", minimum=1)
     max_requests: int = option(1024, help="requests accepted at a time, waiting ones included", minimum=1)
-    request_timeout: float = option(600.0, help="of a call that brings no deadline", unit="s", minimum=0.001)
-    drain_timeout: float = option(60.0, help="for what is running when the worker is told to stop", unit="s", minimum=0)
+    request_timeout: float = option(
+        600.0, help="of a call that brings no deadline", unit="s", minimum=0.001, maximum=864000
+    )
+    drain_timeout: float = option(
+        60.0, help="for what is running when the worker is told to stop", unit="s", minimum=0, maximum=86400
+    )
 
     @property
     def limits(self) -> BatchLimits:

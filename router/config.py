@@ -42,7 +42,11 @@ class RouterConfig(ProcessConfig):
     )
     policy: str = option("predict", help="how a pair of workers is chosen", choices=POLICIES)
     prefill_lookahead: float = option(
-        1.0, help="work of an input class that predict gives a prefill worker in advance", unit="s", minimum=0
+        1.0,
+        help="work of an input class that predict gives a prefill worker in advance",
+        unit="s",
+        minimum=0,
+        maximum=3600,
     )
     local_prefill_below: str = option(
         "off",
@@ -55,7 +59,11 @@ class RouterConfig(ProcessConfig):
         choices=("aggregate", "fail"),
     )
     probe_timeout: float = option(
-        10.0, help="of the generation that a worker must pass before it is used; 0: none is needed", unit="s", minimum=0
+        10.0,
+        help="of the generation that a worker must pass before it is used; 0: none is needed",
+        unit="s",
+        minimum=0,
+        maximum=3600,
     )
     max_queued: int = option(
         10000, help="most requests that wait in this router; beyond, the lowest class gives way", minimum=1
@@ -63,7 +71,7 @@ class RouterConfig(ProcessConfig):
     isolate_tenants: bool = option(False, help="prompts of different tenants share no cached prefix")
     max_attempts: int = option(4, help="most attempts at one answer, the first included", minimum=1)
     pool_wait: float = option(
-        0.5, help="how long a request may wait for a worker while a pool is empty", unit="s", minimum=0
+        0.5, help="how long a request may wait for a worker while a pool is empty", unit="s", minimum=0, maximum=3600
     )
     prefill_slots: int = option(64, help="most requests this router has at one prefill worker", minimum=1)
     decode_slots: int = option(256, help="most requests this router has at one decode worker", minimum=1)
@@ -81,12 +89,20 @@ class RouterConfig(ProcessConfig):
         minimum=0,
         maximum=86400,
     )
-    heartbeat_ms: int = option(1000, help="how often workers report", unit="ms", minimum=10)
-    lease_ms: int = option(4000, help="a worker that does not report for this long is forgotten", unit="ms", minimum=20)
+    heartbeat_ms: int = option(1000, help="how often workers report", unit="ms", minimum=10, maximum=60_000)
+    lease_ms: int = option(
+        4000,
+        help="a worker that does not report for this long is forgotten",
+        unit="ms",
+        minimum=20,
+        maximum=3_600_000,
+    )
     tls_client_certs: bool = option(
         True, help="with TLS, ask callers for a certificate of the CA; false: the cluster key alone proves workers"
     )
-    drain: float = option(30.0, help="at SIGTERM, time that running requests have to end", unit="s", minimum=0)
+    drain: float = option(
+        30.0, help="at SIGTERM, time that running requests have to end", unit="s", minimum=0, maximum=86400
+    )
 
     def __post_init__(self) -> None:
         if not self.tokenizer:

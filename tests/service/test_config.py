@@ -1,10 +1,13 @@
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
 
+from decode.config import DecodeConfig
+from prefill.config import PrefillConfig
+from router.config import RouterConfig
 from service.config import ProcessConfig, Size, WorkerConfig, load, machine_memory_bytes, option
 from twinpool.errors import ConfigError
 
@@ -201,3 +204,18 @@ def test_a_config_error_is_one_line_and_exit_status_2():
     with open("/dev/full", "w") as full:  # as when the log's disk is
         mute = subprocess.run([sys.executable, "-c", program, "--port", "x"], stderr=full, timeout=30)
     assert mute.returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "prog"), [(RouterConfig, "router"), (PrefillConfig, "prefill"), (DecodeConfig, "decode")]
+)
+def test_every_time_has_a_bound_that_timers_and_messages_can_hold(config: type[ProcessConfig], prog: str):
+    times = [each.name for each in fields(config) if each.metadata["unit"] in ("s", "ms")]
+    assert len(times) > 2
+    for name in times:
+        for value in ("inf", "nan", "5000000000"):
+            flag = f"--{name.replace('_', '-')}"
+            with pytest.raises(ConfigError) as caught:
+                load(config, prog, ["--model", "m", f"{flag}={value}"], {})
+            assert f"{flag}: '{value}' is not allowed; expected a" in caught.value.message
+            assert " to " in caught.value.message
