@@ -2,8 +2,8 @@
 
 1. A worker that has joined and reported is probed with a partner of the other pool and of its fingerprint: a prompt of
    a few tokens, its rows transferred, a few tokens decoded. That proves both. A partner that is proved comes first.
-2. Where there is no partner it waits for one, and says so. Where one pool may serve whole answers (--when-pool-empty)
-   it is probed alone instead; the partner that joins later is then probed with it.
+2. Where there is no partner it waits for one, and says so. Where one pool may serve whole answers (--when-pool-empty),
+   and as long as no pair does, it is probed alone instead; the partner that joins later is then probed with it.
 3. A probe that fails, or takes too long, is repeated after a pause that doubles, with another partner if there is one.
 
 Each router probes for itself, since what counts is what passes from here: another router, or the worker, cannot know
@@ -140,8 +140,13 @@ class Prober:
         free = [each for each in partners if not each.probing or each.proved]
         if partners and not free:
             worker.waits_for = f"every {name} worker that fits it is being probed"
-        elif not partners and not (self._alone and worker.info.serves_alone):
-            worker.waits_for = f"no {name} worker fits it: a generation has to pass through both"
+        elif not partners and not (self._alone and worker.info.serves_alone and not self._has_pair()):
+            reason = f"no {name} worker fits it: a generation has to pass through both"
+            if self._registry.pool(_other(worker)):
+                reason += "; those that have joined differ in model, cache layout or version"
+                if worker.waits_for != reason:
+                    logger.warning("worker fits nobody", extra={"worker": worker.info.worker_id, "reason": reason})
+            worker.waits_for = reason
         else:
             partner = min(free, key=lambda each: _order(each, trial)) if free else None
             trial.last_partner = partner
@@ -151,6 +156,14 @@ class Prober:
                     each.probing, each.waits_for = True, ""
             self._running.add(task)
             task.add_done_callback(self._running.discard)
+
+    def _has_pair(self) -> bool:
+        """Whether split serving is there, so that nobody has to serve alone."""
+        prefill, decode = (
+            {each.info.fingerprint for each in self._registry.pool(pool) if each.proved and _can_be_asked(each)}
+            for pool in (Pool.PREFILL, Pool.DECODE)
+        )
+        return bool(prefill & decode)
 
     async def _probe(self, worker: Worker, partner: Worker | None) -> None:
         begun_at = self._registry.clock()

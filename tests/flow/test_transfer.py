@@ -251,13 +251,16 @@ def test_decode_workers_with_other_rows_join_and_only_pairs_that_fit_are_made(
     cluster.worker("decode", "decode-blocks-of-32", kv_transport=transport, block_size="32")
     cluster.worker("decode", "decode-bf16", kv_transport=transport, kv_dtype="bf16")
     cluster.wait_ready("decode-blocks-of-32", "decode-bf16")
-    cluster.wait_workers(4)
+    cluster.wait_workers(3)
+    cluster.wait_workers(1, states=("joining",))
     used = set()
     with cluster.client(retries=0, timeout_s=60) as client, ThreadPoolExecutor(4) as threads:
         requests = [
             threads.submit(client.generate, [number, *PROMPT], max_tokens=20, temperature=0, ignore_eos=True)
             for number in range(40)
         ]
+        reasons = {worker.worker_id: worker.reason for worker in client.pools().workers}
+        assert "no prefill worker fits it" in reasons["decode-bf16"]
         for number, request in enumerate(requests):
             answer = request.result(timeout=60)
             assert answer.token_ids == oracle.answer([number, *PROMPT], 20, ignore_eos=True)

@@ -189,3 +189,28 @@ async def test_router_that_stops_in_a_probe_leaves_nothing(start: Start) -> None
         assert await state_of(api, "p0") == "PROBING"
         await api.router.stop(0)
         await eventually(lambda: not decode.open and not fakes.fabric.targets)
+
+
+async def test_a_worker_that_fits_nobody_is_no_ready_one_beside_a_pair_and_says_why(start: Start) -> None:  # R4, R8
+    api = await start(probe_timeout=5.0)
+    async with Deployment(api.address) as fakes:
+        prefill = await fakes.prefill()
+        await fakes.decode()
+        await api.ready(2)
+        stranger = await fakes.decode("stranger", fingerprint="of a newer version", serves_alone=True)
+
+        async def says_why() -> bool:
+            state, reason = (await statuses(api)).get("stranger", ("", ""))
+            return state == "JOINING" and "no prefill worker fits it" in reason and "differ in model" in reason
+
+        await eventually(says_why)
+        assert not stranger.probes
+        assert (await api.generate(PROMPT, max_tokens=9)).timeline.mode == "split"
+        assert await says_why()
+        await prefill.stop()  # no pair is left, and it serves alone
+        await eventually(lambda: stranger.probes)
+        await api.ready(2)
+        assert (await api.generate(PROMPT, max_tokens=9)).timeline.mode == "aggregated"
+        await fakes.prefill("newer", fingerprint="of a newer version")
+        await api.ready(3)
+        assert (await api.generate(PROMPT, max_tokens=9)).timeline.decode_worker == "stranger"
