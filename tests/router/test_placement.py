@@ -204,6 +204,45 @@ async def test_round_robin_takes_turns_whatever_the_load() -> None:
     assert [decode for _, decode in chosen] == ["d0", "d1"] * 4
 
 
+async def test_a_worker_of_which_nothing_is_known_counts_as_busy_as_the_others_and_not_as_idle() -> None:  # R6
+    pools = registry()
+    for name in ("p0", "d0"):
+        join(pools, name, rows_free=10000)
+    chooser = placement(pools, policy="predict", prefill_slots=100, decode_slots=100, lookahead_s=100)
+    for n in range(1, 41):
+        chooser.predictor.prefilled("p0", 100 * n, 0, 0.1 * n)
+        chooser.predictor.decoded("d0", n, 0.010 + 0.002 * n)
+    assert all(isinstance(chooser.choose(demand(num_tokens=1000)), Pair) for _ in range(9))
+    for name in ("p1", "d1"):
+        join(pools, name, rows_free=10000)
+    pair = chooser.choose(demand(num_tokens=100, ttft_s=1.0, tpot_s=0.1))
+    assert isinstance(pair, Pair)
+    shown = {(each["prefill_worker"], each["decode_worker"]): each for each in map(figures, pair.choice.candidates)}
+    known, unknown = shown["p0", "d0"], shown["p1", "d1"]
+    assert (known["known"], unknown["known"]) == (True, False)
+    assert unknown["queue_ms"] == pytest.approx(9000, rel=0.01)  # p0 has nine prompts of a second each
+    assert unknown["tpot_ms"] == pytest.approx(known["tpot_ms"], rel=0.1)  # of a batch of ten
+
+
+async def test_pairs_that_are_predicted_to_be_alike_take_turns() -> None:
+    pools = registry()
+    for name in ("p0", "p1", "d0"):
+        join(pools, name, rows_free=10000)
+    chooser = placement(pools, policy="predict")
+    for n in range(1, 41):
+        for name, speed in (("p0", 0.00100), ("p1", 0.00102)):
+            chooser.predictor.prefilled(name, 100 * n, 0, 100 * n * speed)
+        chooser.predictor.decoded("d0", n, 0.020)
+    chosen = []
+    for _ in range(6):
+        pair = chooser.choose(demand(num_tokens=300, ttft_s=1.0, tpot_s=0.1))
+        assert isinstance(pair, Pair)
+        chosen.append(ids(pair)[0])
+        pair.release()
+    assert sorted(chosen[:2]) == ["p0", "p1"]
+    assert chosen == chosen[:2] * 3
+
+
 async def test_worker_that_has_just_joined_gets_no_flood() -> None:
     pools = registry()
     for name in ("p0", "d0", "d1"):
