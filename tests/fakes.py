@@ -20,6 +20,7 @@ A transport on which things go wrong: real links, wrapped at the seam between a 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import queue
 import random
@@ -481,6 +482,7 @@ class Faults:
     duplicate_every: int = 0  # every N-th Put is sent twice
     reorder_every: int = 0  # every N-th Put leaves after the frame that follows it
     fail_fraction: float = 0  # this fraction of commits carries a wrong digest
+    fail_first: int = 0  # and so do the first ones of the process, on whatever links
     seed: int = 0  # makes the choices repeatable
 
 
@@ -498,20 +500,22 @@ class _Faulty:
     def __init__(self, transport: Transport, faults: Faults) -> None:
         self._transport = transport
         self._faults = faults
+        self._commits = itertools.count(1)  # of all links
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
     def connect(self, endpoint: str, *, deadline: float) -> FaultyLink:
-        return FaultyLink(self._transport.connect(endpoint, deadline=deadline), self._faults)
+        return FaultyLink(self._transport.connect(endpoint, deadline=deadline), self._faults, self._commits)
 
 
 class FaultyLink:
     """Damages, delays, repeats, reorders or loses what is sent; what is received passes untouched."""
 
-    def __init__(self, link: Link, faults: Faults) -> None:
+    def __init__(self, link: Link, faults: Faults, commits: Iterator[int] | None = None) -> None:
         self._link = link
         self._faults = faults
+        self._commits = commits or itertools.count(1)
         self._random = random.Random(faults.seed or None)
         self._num_rows = self._num_puts = self._num_droppable = 0
         self._held: tuple[wire.Message, Sequence[memoryview]] | None = None  # leaves after the next frame
@@ -597,7 +601,9 @@ class FaultyLink:
             if _is_nth(self._num_puts, faults.reorder_every):
                 self._held = (message, payload)
                 return
-        elif isinstance(message, wire.Commit) and self._random.random() < faults.fail_fraction:
+        elif isinstance(message, wire.Commit) and (
+            next(self._commits) <= faults.fail_first or self._random.random() < faults.fail_fraction
+        ):
             message = replace(message, digest=bytes(len(message.digest)))
         if not self._loses(type(message).__name__):
             yield message, payload

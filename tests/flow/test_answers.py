@@ -153,8 +153,18 @@ def test_every_way_to_ask_uses_the_prefill_pool(shared: Cluster) -> None:  # P6
 
 def test_three_answers_to_one_prompt_cost_one_prompt(shared: Cluster, oracle: Oracle) -> None:  # P3
     prompt = prompts(1, seed=9, low=40)[0]
+
+    def computed_and_sent() -> list[float]:
+        names = ("twinpool_prefill_prompt_tokens_total", "twinpool_prefill_transfer_rows_total")
+        workers = [process for name, process in shared.processes.items() if name.startswith("prefill")]
+        return [sum(worker.metric(name) for worker in workers) for name in names]
+
     with shared.client() as client:
+        before = computed_and_sent()
         answer = client.generate(prompt, max_tokens=12, temperature=0, n=3, ignore_eos=True)
+        tokens, rows = (now - then for now, then in zip(computed_and_sent(), before, strict=True))
+    assert tokens == len(prompt)
+    assert rows == 3 * -(-len(prompt) // 16)  # of three layers, blocks of 16 tokens
     assert [choice.token_ids for choice in answer.choices] == [oracle.answer(prompt, 12, ignore_eos=True)] * 3
     assert answer.usage.prompt_tokens == len(prompt)
     assert answer.usage.completion_tokens == 36

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -121,6 +122,32 @@ def test_cached_prefixes_are_shared_only_under_the_same_salt(shared: Cluster) ->
     shared.assert_baseline()
 
 
+def test_with_isolated_tenants_no_cached_prefix_crosses_from_one_to_another(
+    deploy: Callable[..., Cluster],
+) -> None:  # X4
+    cluster = deploy(0, 0)
+    cluster.processes.pop("router").stop()
+    cluster.router(env={"TWINPOOL_ISOLATE_TENANTS": "true"})
+    for pool in ("prefill", "decode"):
+        cluster.worker(pool, f"{pool}-0")
+    cluster.wait_ready()
+    cluster.wait_workers(2)
+    prompt = [(13 * i) % 200 + 20 for i in range(200)]
+    with cluster.client() as client:
+
+        def cached(tenant: str, salt: str = "") -> int:
+            options = {"max_tokens": 2, "ignore_eos": True, "tenant": tenant, "cache_salt": salt}
+            return client.generate(prompt, **options).usage.cached_tokens
+
+        assert cached("a") == 0
+        assert cached("a") >= 192
+        assert cached("b") == 0
+        assert cached("") == 0
+        assert cached("a", "salted") == 0
+        assert cached("b") >= 192
+    cluster.assert_baseline()
+
+
 def test_prefill_worker_killed_before_the_first_token_is_retried_elsewhere(
     deploy: Callable[..., Cluster], oracle: Oracle
 ) -> None:
@@ -164,6 +191,36 @@ def test_prefill_worker_whose_calls_fail_holds_no_decode_rows_and_is_replaced(
         answer = client.generate(PROMPT, max_tokens=20, temperature=0, ignore_eos=True)
         assert answer.token_ids == oracle.answer(PROMPT, 20, ignore_eos=True)
     cluster.assert_baseline()
+
+
+def test_prefill_worker_whose_calls_failed_five_times_heals_by_itself(
+    deploy: Callable[..., Cluster], oracle: Oracle, transport: str
+) -> None:  # R1
+    cluster = deploy(0, 1, router={"probe_timeout": "0", "max_attempts": "1"}, kv_transport=transport)
+    cluster.worker("prefill", "prefill-0", faults=Faults(fail_first=5), kv_transport=transport)
+    cluster.wait_ready("prefill-0")
+    cluster.wait_workers(2)
+    prefill = cluster.processes["prefill-0"]
+    with cluster.client(retries=0, timeout_s=30) as client:
+        failed = 0
+        while prefill.metric("twinpool_prefill_transfer_failures_total") < 5:
+            failed += 1
+            assert failed < 60
+            with pytest.raises(errors.Unavailable):
+                client.generate(PROMPT, max_tokens=20, temperature=0, ignore_eos=True)
+            cluster.assert_baseline()
+        answer = wait_until(lambda: _answer(client), "it is trusted again")
+        assert answer.token_ids == oracle.answer(PROMPT, 20, ignore_eos=True)
+        assert answer.timeline.prefill_worker == "prefill-0"
+        assert answer.timeline.mode == "split"
+    cluster.assert_baseline()
+
+
+def _answer(client: Client) -> Any:
+    try:
+        return client.generate(PROMPT, max_tokens=20, temperature=0, ignore_eos=True)
+    except errors.Unavailable:
+        return None
 
 
 def test_prefill_worker_that_dies_with_nobody_to_take_over_is_known_at_once(
@@ -333,8 +390,12 @@ def test_peers_with_other_cache_layouts_are_never_paired(deploy: Callable[..., C
     cluster.worker("decode", "decode-bf16", kv_dtype="bf16")
     cluster.wait_ready("decode-bf16")
     with cluster.client(retries=0, timeout_s=30) as client:
-        wait_until(lambda: len(client.pools().workers) == 2, "both joined")
-        with pytest.raises(errors.TwinpoolError):
+        differ = "differ in model, cache layout or version"
+        wait_until(  # before any request
+            lambda: [differ in worker.reason for worker in client.pools().workers] == [True, True], "both say why"
+        )
+        assert all(worker.state == "joining" for worker in client.pools().workers)
+        with pytest.raises(errors.PoolEmpty, match=differ):
             client.generate(PROMPT, max_tokens=5)
         cluster.worker("decode", "decode-32", block_size="32")  # mapped on the way
         cluster.wait_ready("decode-32")
