@@ -28,6 +28,6 @@ def test_it_measures_every_way_and_prints_one_json_line() -> None:
         assert result[f"{kind}_cpu_s_per_gb_1m"] > 0, kind
 
 
-def test_int8_rows_are_about_half_of_bf16_on_the_wire() -> None:
-    head_dim = 128
-    assert (head_dim + 2) / (2 * head_dim) < wire_bytes_ratio() <= 1.02 * (head_dim + 2) / (2 * head_dim)
+@pytest.mark.parametrize("head_dim", [128, 64])
+def test_int8_rows_are_about_half_of_bf16_on_the_wire(head_dim: int) -> None:
+    assert (head_dim + 2) / (2 * head_dim) < wire_bytes_ratio(head_dim) <= 1.02 * (head_dim + 2) / (2 * head_dim)

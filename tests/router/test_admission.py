@@ -190,6 +190,24 @@ async def test_full_queue_refuses_at_once_and_says_when_to_return() -> None:
     await asyncio.gather(resumed, *waiting)
 
 
+async def test_time_to_return_follows_from_how_fast_the_queue_moves() -> None:
+    gate = Gate()
+    for _ in range(40):
+        (await gate.place()).release()
+        await asyncio.sleep(0.005)
+    holder = await gate.place()
+    waiting = [gate.queue(str(i), INTERACTIVE) for i in range(INTERACTIVE.queue)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded) as caught:
+        await gate.place()
+    assert caught.value.retry_after_s is not None
+    assert 1.0 < caught.value.retry_after_s <= 60.0  # a tenth of 2,000 places, of which each takes 5 ms or more
+    for each in waiting:
+        each.cancel()
+    holder.release()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
 async def test_a_tenant_that_fills_the_queue_gives_way_to_another_until_both_have_alike() -> None:
     gate = Gate()
     holder = await gate.place()
