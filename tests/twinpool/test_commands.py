@@ -256,6 +256,16 @@ def test_pools_watch_outlives_a_router_that_is_away_for_a_while(router: FakeRout
     assert "queued" in out  # what was shown last
 
 
+@pytest.mark.parametrize("wait", ["nan", "-3", "1e9"])
+def test_drain_refuses_a_wait_that_is_none_before_any_worker_hears_of_it(
+    run: Run, dead_address: str, wait: str
+) -> None:
+    status, _, err = run("drain", "decode-0", f"--wait={wait}", "--router", dead_address)
+    assert status == 2
+    assert "--wait" in err
+    assert "0 to 86400 seconds" in err
+
+
 @pytest.mark.parametrize("interval", ["nan", "-1", "1e9"])
 def test_pools_refuses_an_interval_that_is_none(run: Run, interval: str) -> None:
     status, _, err = run("pools", "--watch", f"--interval={interval}")

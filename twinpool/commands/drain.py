@@ -17,6 +17,7 @@ from twinpool.v1.worker_pb2_grpc import RegistryStub
 
 _TIMEOUT_S = 10.0
 _POLL_S = 0.2
+_LONGEST_WAIT_S = 86400.0
 
 
 def add_parser(commands: Any) -> None:
@@ -33,6 +34,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if not 0 <= args.wait <= _LONGEST_WAIT_S:  # nan neither; said before the worker is told anything
+        raise errors.ConfigError(f"--wait {args.wait:g}: it is 0 to {_LONGEST_WAIT_S:g} seconds", field="wait")
     with connect(args, timeout_s=_TIMEOUT_S) as client:
         client.pools()  # so that no router at all is told as by every other command
         _ask(Routers(args.router, grpc), args.worker)
