@@ -79,6 +79,10 @@ def parse_compressed(config: Mapping[str, Any], num_layers: int) -> CompressedCo
         streams_eps=number(config, "hc_eps", 1e-6),
         plain_rope=parse_rope(_rope_section(config, "main"), 10000.0, size(config, "max_position_embeddings", 1 << 20)),
     )
+    if size(config, "num_key_value_heads", 1) != 1:
+        raise ConfigError(
+            f"config.json: num_key_value_heads is {config['num_key_value_heads']}, deepseek_v4 has 1, shared by all"
+        )
     if heads % compressed.output_groups:
         raise ConfigError(
             f"config.json: {heads} attention heads are no multiple of {compressed.output_groups} output groups "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,8 @@ class Checkpoint:
         self._find: Callable[[str], Stored] = Stored
         self._path_of: dict[str, Path] = {}
         self._open: dict[Path, Any] = {}
-        self._mapped = [0]  # bytes read from what is open; shared with those that `renamed` makes
+        self._mapped = [0]  # bytes read from what is open; shared with those that `renamed` makes, as is the next
+        self._taken: set[str] = set()  # names of what was asked for
         for path in _weight_files(model_dir):
             file = self._open[path] = _opened(path)
             for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
@@ -61,6 +63,11 @@ class Checkpoint:
         """File, name and shape of a tensor, for messages."""
         return f"{self._path_of[name]}: tensor {name} {self._file(name).get_slice(name).get_shape()}"
 
+    def untaken(self, layer: int) -> list[str]:
+        """Names of a layer's tensors that nobody asked for: the config.json knows of no such part."""
+        beginning = re.compile(rf"(?:model\.)?layers\.{layer}\.")
+        return [name for name in self._path_of if name not in self._taken and beginning.match(name)]
+
     def renamed(self, find: Callable[[str], Stored]) -> Checkpoint:
         """The same files, whose tensors `take` finds where `find` says."""
         other = copy.copy(self)
@@ -76,6 +83,7 @@ class Checkpoint:
         name = at.name
         stored = self._dtype(name, shape)
         scale = next((each for each in _scale_names(name) if each in self), None)
+        self._taken.update(() if scale is None else (scale,))
         if scale is not None and not at.part:
             if stored == FP8_DTYPE:
                 self._check_shape(name, shape)
@@ -136,6 +144,7 @@ class Checkpoint:
                 f"{self.model_dir}: tensor {name} is missing from the safetensors files, config.json implies one of "
                 f"shape {list(shape)}"
             )
+        self._taken.add(name)
         return self._file(name).get_slice(name).get_dtype()
 
     def _check_shape(self, name: str, shape: Sequence[int]) -> None:
@@ -178,10 +187,11 @@ def _scale_names(name: str) -> tuple[str, ...]:
 
 
 def _weight_files(model_dir: Path) -> list[Path]:
-    index = model_dir / "model.safetensors.index.json"
+    index, places = model_dir / "model.safetensors.index.json", {}
     if index.exists():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            places = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            names = sorted(set(places.values()))
         except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as exc:
             raise ConfigError(f"cannot read {index}: {exc!r}; fetch the file again") from exc
         if strangers := [name for name in names if not isinstance(name, str) or name != Path(name).name]:
@@ -191,8 +201,10 @@ def _weight_files(model_dir: Path) -> list[Path]:
         paths = [model_dir / "model.safetensors"]
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
+        lost = sorted(name for name, file in places.items() if file in missing)
+        among = f" ({len(lost)} tensors by {index.name}, tensor {lost[0]} among them)" if lost else ""
         raise ConfigError(
-            f"{model_dir} lacks {', '.join(missing)}: a model directory needs model.safetensors, or "
+            f"{model_dir} lacks {', '.join(missing)}{among}: a model directory needs model.safetensors, or "
             "model.safetensors.index.json with all the shards it names (a GGUF file: see `twinpool convert`)"
         )
     return paths

@@ -54,7 +54,7 @@ class Decoder:
     def read(cls, reader: Reader, rotary: Rotary, read_layer: Callable[[int], Layer]) -> Decoder:
         """Loads layer by layer, so that beside the packed weights only one layer is held a second time."""
         embedding = reader.part("embedding", reader.embedding)
-        layers = [reader.part(f"layer {i}", partial(read_layer, i)) for i in range(reader.config.num_layers)]
+        layers = [reader.layer(i, read_layer) for i in range(reader.config.num_layers)]
         head, final_norm = reader.part("head", partial(_read_head, reader, embedding), of_one_format=False)
         return cls(reader.config, reader.ops, rotary, embedding, layers, head, final_norm)
 

@@ -68,7 +68,7 @@ def read_deepseek_v4(reader: Reader) -> StreamDecoder:
         )
 
     embedding = reader.part("embedding", reader.embedding)
-    layers = [reader.part(f"layer {index}", partial(read_layer, index)) for index in range(config.num_layers)]
+    layers = [reader.layer(index, read_layer) for index in range(config.num_layers)]
     head, final_norm = reader.part(
         "head", lambda: reader.head(embedding, reader.norm("model.norm", hidden, torch.float32)), of_one_format=False
     )

@@ -22,6 +22,10 @@ from engine.models.int8_weights import (
 )
 from engine.packed_weights import Parts
 from engine.quantization import AS_LOADED, W8A8, W8A16
+from twinpool.errors import ConfigError
+
+# Of old Llama files, which the config implies; and of layers that go by a token's id, where only choosing needs it.
+_NEEDLESS = ("rotary_emb.inv_freq", "gate.bias", "gate.e_score_correction_bias")
 
 
 class Reader:
@@ -59,6 +63,22 @@ class Reader:
         return_freed()
         return made
 
+    def layer(self, index: int, make: Callable[[int], Any]) -> Any:
+        """Layer `index` as a part. Raises ConfigError when the checkpoint holds more of it than `make` asks for."""
+        return self.part(f"layer {index}", lambda: self._whole(index, make))
+
+    def _whole(self, index: int, make: Callable[[int], Any]) -> Any:
+        """A config.json that does not know of a bias, a norm or a compressor would be another model, without an error
+        anywhere."""
+        made, checkpoint = make(index), self.checkpoint
+        for name in checkpoint.untaken(index):
+            if not name.endswith(_NEEDLESS):
+                raise ConfigError(
+                    f"{checkpoint.where(name)} has no place in layer {index} of the {self.config.model_type} that "
+                    "config.json describes, which implies no tensor of that name"
+                )
+        return made
+
     def embedding(self) -> torch.Tensor:
         table = self.take_embedding()
         return turn(table).to(self.dtype) if self.is_turned else table
@@ -73,9 +93,19 @@ class Reader:
             weight = self.checkpoint.take("lm_head.weight", embedding.shape, self.dtype)
         else:
             weight = self.take_embedding() if self.is_turned else embedding
+            self._check_tied(weight)
         (weight, _), norm = self.reading(norm, (weight, None))
         # Few rows pass through it and its errors reach the tokens at once: never int8 by int8.
         return self.ops.pack_linear(weight, None, W8A16 if self.weights == W8A8 else self.weights), norm
+
+    def _check_tied(self, embedding: torch.Tensor) -> None:
+        """Files of tied models may hold the matrix twice, but not two matrices."""
+        checkpoint, name = self.checkpoint, "lm_head.weight"
+        if name in checkpoint and not torch.equal(checkpoint.take(name, embedding.shape, self.dtype), embedding):
+            raise ConfigError(
+                f"{checkpoint.where(name)} is not the embedding model.embed_tokens.weight, which config.json implies "
+                "(tie_word_embeddings)"
+            )
 
     def reading(self, norm: torch.Tensor, *projections: Projection) -> tuple[Any, ...]:
         """Projections that read the residuals through `norm`, and the norm's weights: for int8, in the turned basis."""

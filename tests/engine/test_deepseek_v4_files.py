@@ -196,6 +196,7 @@ def test_tensors_that_do_not_fit_are_named_with_file_and_shape(
         ({"compress_ratios": [0] * 5}, "name windows alone"),
         ({"compress_ratios": [0]}, "must name the kinds of all 5 layers"),
         ({"o_groups": 3}, "4 attention heads are no multiple of 3 output groups"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads is 2, deepseek_v4 has 1"),
         ({"scoring_func": "relu"}, "scoring_func 'relu' is not supported"),
         ({"topk_method": "greedy"}, "topk_method 'greedy' is not supported"),
         ({"expert_dtype": "int4"}, "expert_dtype 'int4' is not supported"),

@@ -102,9 +102,13 @@ def test_a_shard_of_another_directory_is_not_read(path: Path) -> None:
     assert "no file of this directory" in refusal(path)
 
 
-def test_a_missing_shard_is_named(path: Path) -> None:
-    (path / "model-00002-of-00002.safetensors").unlink()
-    assert "lacks model-00002-of-00002.safetensors" in refusal(path)
+def test_a_missing_shard_is_named_with_what_it_holds(path: Path) -> None:
+    shard = path / "model-00002-of-00002.safetensors"
+    held = sorted(load_file(shard))
+    shard.unlink()
+    message = refusal(path)
+    assert "lacks model-00002-of-00002.safetensors" in message
+    assert f"({len(held)} tensors by model.safetensors.index.json, tensor {held[0]} among them)" in message
 
 
 def test_missing_weights_point_to_the_converter(path: Path) -> None:
@@ -250,6 +254,48 @@ def test_more_layers_than_the_config_has_are_refused_with_file_tensor_and_shape(
         rf"model.safetensors: tensor (model\.)?layers\.{count}\.\S+ \[[\d, ]+\] is of a layer more", message
     )
     assert f"the {count} that config.json implies" in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "tensor"),
+    [
+        ("deepseek-v4", {"compress_ratios": [0, 0, 0, 128, 4]}, r"layers\.2\.attn\.(compressor|indexer)\.\S+"),
+        ("deepseek-v4", {"num_hash_layers": 0}, None),  # the bias that is implied is missing
+        ("llama-bias", {"attention_bias": False}, r"model\.layers\.0\.self_attn\.\w_proj\.bias"),
+        ("qwen2", {"model_type": "llama"}, r"model\.layers\.0\.self_attn\.\w_proj\.bias"),
+        ("qwen3", {"model_type": "llama"}, r"model\.layers\.0\.self_attn\.[qk]_norm\.weight"),
+    ],
+)
+def test_tensors_that_the_config_knows_nothing_of_are_refused(
+    tmp_path: Path, kind: str, changes: dict[str, object], tensor: str | None
+) -> None:
+    """Unread they would leave another model that answers as if nothing were wrong."""
+    path = tiny_models.make(tmp_path / "model", kind)
+    edit_config(path, **changes)
+    message = refusal(path, block_size=0)
+    if tensor is None:
+        assert "gate.bias is missing" in message
+    else:
+        assert re.search(rf"model.safetensors: tensor {tensor} \[[\d, ]+\] has no place in layer [02] ", message)
+
+
+def test_an_output_layer_that_is_not_the_embedding_is_not_tied_to_it(path: Path) -> None:
+    """Files of tied models may hold the matrix twice, but not two matrices."""
+    table = {}
+    for file in path.glob("model*.safetensors"):
+        table |= {name: each for name, each in load_file(file).items() if "embed_tokens" in name}
+    (embedding,) = table.values()
+    rewrite(path, lambda tensors: tensors.update({"lm_head.weight": embedding.clone()}))
+    load(path)
+    rewrite(path, lambda tensors: tensors.update({"lm_head.weight": embedding + 1}))
+    message = refusal(path)
+    assert f"{path / 'model.safetensors'}: tensor lm_head.weight [384, 64] is not the embedding" in message
+    assert "tie_word_embeddings" in message
+
+
+def test_frequencies_that_old_files_hold_are_not_needed(path: Path) -> None:
+    rewrite(path, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
+    load(path)
 
 
 def test_codes_without_scales_are_refused_with_file_tensor_and_shape(sparse: Path) -> None:
