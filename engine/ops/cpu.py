@@ -40,7 +40,7 @@ from engine.ops.cpu_moe import (
 )
 from engine.ops.cpu_pages import LargePages
 from engine.ops.cpu_sampling import OutputLayer
-from engine.ops.cpu_tensors import CODES, check_tensor, dense_rows, dtype_code
+from engine.ops.cpu_tensors import CODES, check_tensor, dense_rows, dtype_code, operator
 from engine.quantization import AS_LOADED, W8A8, WEIGHT_FORMATS, quantize_rows
 
 if TYPE_CHECKING:
@@ -150,6 +150,7 @@ class Linear:
         return dense_rows(x)
 
 
+@operator
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None, weights: str = AS_LOADED) -> Linear:
     """Packs weight [out, in] and bias [out], both bf16 or both fp32, in one of WEIGHT_FORMATS."""
     dtype_code(weight, "weight")
@@ -179,6 +180,7 @@ def _panels(weight: torch.Tensor) -> torch.Tensor:
     return packed.view(panels.shape[0], panels.shape[1], -1)
 
 
+@operator
 def linear(x: torch.Tensor, packed: Linear) -> torch.Tensor:
     """x [T, in] -> [T, out]. T may be 0; rows may be strided."""
     dtype_code(x, "x")
@@ -192,6 +194,7 @@ def linear(x: torch.Tensor, packed: Linear) -> torch.Tensor:
     return out
 
 
+@operator
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., H], weight [H] -> [..., H]."""
     if weight.dtype == torch.float32 != x.dtype:  # rounded once, at the end
@@ -208,6 +211,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return out
 
 
+@operator
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -226,6 +230,7 @@ def add_rms_norm(
     return out, residual
 
 
+@operator
 def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """q [T, N, D], k [T, M, D], cos and sin [T, D/2] fp32 -> new q, k."""
     tokens, _, head_dim = q.shape
@@ -250,6 +255,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return out
 
 
+@operator
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [T, 2 * I] -> silu(gate) * up [T, I]."""
     code = dtype_code(gate_up, "gate_up")

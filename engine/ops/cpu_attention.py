@@ -8,7 +8,7 @@ import torch
 
 from engine.kv_cache import KvView
 from engine.ops import native
-from engine.ops.cpu_tensors import check_tensor, dense_rows, dtype_code
+from engine.ops.cpu_tensors import check_tensor, dense_rows, dtype_code, operator
 
 KV_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # as Dtype of kernels.h
 
@@ -18,6 +18,7 @@ if _library is None:
 _store_kv, _attention = _library.twinpool_store_kv, _library.twinpool_attention
 
 
+@operator
 def store_kv(k: torch.Tensor, v: torch.Tensor, view: KvView, slots: torch.Tensor) -> None:
     """Writes k, v [T, M, D] into the cache at `slots` (int64 [T]), which the caller keeps within it."""
     code, tokens = dtype_code(k, "k"), k.shape[0]
@@ -32,6 +33,7 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, view: KvView, slots: torch.Tensor
     )
 
 
+@operator
 def prefill_attention(
     q: torch.Tensor,
     view: KvView,
@@ -68,6 +70,7 @@ def prefill_attention(
     return out
 
 
+@operator
 def decode_attention(
     q: torch.Tensor, view: KvView, block_tables: torch.Tensor, context_lens: list[int], scale: float
 ) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from engine.latent_cache import LatentView
 from engine.ops import native
 from engine.ops.cpu_latent import entry_args
-from engine.ops.cpu_tensors import check_tensor, dense_rows, dtype_code
+from engine.ops.cpu_tensors import check_tensor, dense_rows, dtype_code, operator
 from engine.ops.reference_latent import as_stored, gather_items
 
 __all__ = [
@@ -38,6 +38,7 @@ _pool_windows = _library.twinpool_pool_windows
 _streams_in, _streams_out = _library.twinpool_streams_in, _library.twinpool_streams_out
 
 
+@operator
 def pool_windows(keys: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
     """keys, gates fp32 [N, M, D] -> [N, D]."""
     rows, count, width = keys.shape
@@ -48,6 +49,7 @@ def pool_windows(keys: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
     return out
 
 
+@operator
 def lightning_indexer(
     q: torch.Tensor,
     weights: torch.Tensor,
@@ -97,6 +99,7 @@ def lightning_indexer(
     return chosen
 
 
+@operator
 def sparse_attn_sharedkv(
     q: torch.Tensor,
     local: torch.Tensor,
@@ -144,6 +147,7 @@ def sparse_attn_sharedkv(
     return out
 
 
+@operator
 def hc_pre(
     x: torch.Tensor, mixes: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, iterations: int, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -153,11 +157,13 @@ def hc_pre(
     return _read_streams(x, mixes, scale, base, iterations, eps, post, comb), post, comb
 
 
+@operator
 def hc_head(x: torch.Tensor, mixes: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, eps: float) -> torch.Tensor:
     """x [T, n, H] -> [T, H]."""
     return _read_streams(x, mixes, scale, base, 0, eps, None, None)
 
 
+@operator
 def hc_post(y: torch.Tensor, x: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
     """y [T, H], x [T, n, H] -> [T, n, H]."""
     tokens, n, width = x.shape

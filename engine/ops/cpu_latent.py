@@ -14,7 +14,7 @@ from engine.kv_cache import KvView
 from engine.latent_cache import LatentView
 from engine.ops import native
 from engine.ops.cpu_attention import KV_CODES, prefill_attention
-from engine.ops.cpu_tensors import check_tensor, dense_rows, dtype_code
+from engine.ops.cpu_tensors import check_tensor, dense_rows, dtype_code, operator
 from engine.ops.reference_latent import gather_latents
 
 __all__ = ["entry_args", "gather_latents", "latent_attention", "store_latents"]
@@ -27,6 +27,7 @@ if _library is None:
 _latent_attention, _store_latents = _library.twinpool_latent_attention, _library.twinpool_store_latents
 
 
+@operator
 def store_latents(latents: torch.Tensor, rope: torch.Tensor, view: LatentView, slots: torch.Tensor) -> None:
     """Writes latents [T, rank] and rope [T, rope_dim] into the cache at `slots` (int64 [T]), which the caller keeps
     within it."""
@@ -57,6 +58,7 @@ def entry_args(view: LatentView) -> native.EntryArgs:
     )
 
 
+@operator
 def latent_attention(
     q: torch.Tensor,
     view: LatentView,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.ops import native
+from engine.ops.cpu_tensors import operator
 from engine.quantization import W8A8
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ _gating, _experts, _grouped = (
 )
 
 
+@operator
 def moe_gating_top_k(
     x: torch.Tensor,
     k: int,
@@ -52,6 +54,8 @@ def moe_gating_top_k(
         raise TypeError(f"x must be float32 [T, E] on the CPU with dense rows, not {x.dtype} on {x.device}")
     if not 1 <= k <= num_experts:
         raise ValueError(f"k is {k}: it must be 1 to the number of experts, {num_experts}")
+    if norm_type not in SCORES:
+        raise ValueError(f"norm_type must be one of {', '.join(SCORES)}, not {norm_type!r}")
     if num_experts % group_count or not 1 <= k_group <= group_count <= _MOST_GROUPS:
         raise ValueError(f"{num_experts} experts cannot be {group_count} groups of which {k_group} are kept")
     if group_count > 1 and num_experts < 2 * group_count:
@@ -96,6 +100,7 @@ class Experts:
         return sum(self.gate_up[e].nbytes + self.down[e].nbytes for e in indices)
 
 
+@operator
 def pack_experts(
     gate_up: Sequence[Linear], down: Sequence[Linear], gated_rotation: Linear | None = None, limit: float = math.inf
 ) -> Experts:
@@ -112,6 +117,7 @@ def pack_experts(
     return Experts(gate_up, down, gated_rotation, limit)
 
 
+@operator
 def moe_experts(x: torch.Tensor, experts: Experts, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """x [T, H], weights fp32 [T, k], chosen int32 [T, k] -> [T, H]."""
     rows, (hidden, dtype) = len(x), (experts.gate_up[0].in_features, experts.gate_up[0].dtype)
@@ -144,6 +150,7 @@ class LinearGroups:
         return sum(part.nbytes for part in self.parts)
 
 
+@operator
 def pack_groups(parts: Sequence[Linear]) -> LinearGroups:
     first = parts[0]
     for part in parts:
@@ -156,6 +163,7 @@ def pack_groups(parts: Sequence[Linear]) -> LinearGroups:
     return LinearGroups(parts)
 
 
+@operator
 def grouped_linear(x: torch.Tensor, groups: LinearGroups) -> torch.Tensor:
     """x [T, G, in] -> [T, G, out], strided: each group's rows lie together."""
     first, num_groups = groups.parts[0], len(groups.parts)

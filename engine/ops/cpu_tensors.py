@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
 import torch
 
+P = ParamSpec("P")
+R = TypeVar("R")
 CODES = {torch.float32: 0, torch.bfloat16: 1}  # as Dtype of kernels.h
+
+
+def operator(function: Callable[P, R]) -> Callable[P, R]:
+    """Names the operator in what its checks say: callers know a model's layers, not which of them took what."""
+
+    @wraps(function)
+    def named(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except (TypeError, ValueError) as exc:
+            if "operator " in str(exc):  # of an operator that this one uses
+                raise
+            raise type(exc)(f"operator {function.__name__}: {exc}") from exc
+
+    return named
 
 
 def dtype_code(x: torch.Tensor, name: str) -> int:

@@ -185,6 +185,7 @@ def test_a_row_does_not_depend_on_the_others_or_on_threads(isa: str) -> None:
         ({"k": 2, "group_count": 4, "k_group": 5}, "4 groups of which 5 are kept"),
         ({"k": 2, "group_count": 256}, "a group of 1 has no two best"),
         ({"k": 2, "bias": torch.zeros(5)}, "bias must be"),
+        ({"k": 2, "norm_type": "relu"}, "norm_type must be one of softmax, sigmoid, sqrtsoftplus, not 'relu'"),
         ({"k": 2, "tid2eid": torch.zeros(9, 2, dtype=torch.int32)}, "tid2eid needs input_ids"),
     ],
 )

@@ -262,6 +262,12 @@ def test_a_nan_in_the_visible_context_reaches_the_result():
 
 def test_arguments_that_do_not_fit_are_refused():
     packed = cpu.pack_linear(torch.randn(8, 4), None)
+    with pytest.raises(ValueError, match=r"operator rms_norm: weight must be \[4\], not \[5\]"):
+        cpu.rms_norm(torch.randn(2, 4), torch.randn(5), 1e-5)
+    with pytest.raises(TypeError, match="operator linear: x must be bfloat16 or float32 on the CPU, not "):
+        cpu.linear(torch.randn(2, 4).half(), packed)
+    with pytest.raises(ValueError, match=r"operator pool_windows: .* must be \[2, 4, 5\]"):
+        cpu.pool_windows(torch.zeros(2, 4, 5), torch.zeros(2, 4, 6))
     with pytest.raises(TypeError, match="bfloat16"):
         cpu.linear(torch.randn(2, 4, dtype=torch.bfloat16), packed)
     with pytest.raises(TypeError, match="float16"):
