@@ -81,6 +81,9 @@ class RandomWeights:
         scaled: torch.Tensor = torch.randn(shape, generator=self._generator) * shape[-1] ** -0.5
         return scaled.to(dtype)
 
+    def untaken(self, layer: int) -> list[str]:
+        return []
+
 
 def load(kind: str, weights: str, memory_bytes: int, **sizes: Any) -> Engine:
     """sizes: that differ from KINDS."""

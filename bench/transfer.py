@@ -66,6 +66,16 @@ def waited_s() -> float:
     return total / 1e9
 
 
+def pin(other: int) -> None:
+    """Gives this process and process `other` a core each, whatever moves the rows. Threads they have yet to start
+    inherit it."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise SystemExit(f"--pinned needs two cores, this process may use {cores}")
+    os.sched_setaffinity(0, cores[:1])
+    os.sched_setaffinity(other, cores[1:2])
+
+
 def scattered(regions: Sequence[Region], seed: int) -> list[int]:
     rows = range(regions[0].num_rows)
     return random.Random(seed).sample(rows, len(rows) // 2)
@@ -253,6 +263,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20, help="how long to measure (default 20 s)")
     parser.add_argument("--no-ttft", action="store_true", help="do not start a deployment to time whole requests")
     parser.add_argument("--ttft-pairs", type=int, default=6, help="pairs of whole requests, some 10 s each (default 6)")
+    parser.add_argument(
+        "--pinned", action="store_true", help="each end on a core of its own, as workers of `twinpool up` are"
+    )
     parser.add_argument("--receive", action="store_true", help=argparse.SUPPRESS)  # the second process
     options = parser.parse_args()
     if options.receive:
@@ -263,6 +276,8 @@ def main() -> None:
     receiving = subprocess.Popen(
         [sys.executable, "-m", "bench.transfer", "--receive"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
+    if options.pinned:
+        pin(receiving.pid)
     assert receiving.stdin is not None
     assert receiving.stdout is not None
     bench = Bench(Control(receiving.stdout, receiving.stdin))
@@ -319,7 +334,7 @@ def report(rounds: dict[str, list[dict[str, Sample]]]) -> dict[str, Any]:
         f"{os.cpu_count()} CPUs ({platform.machine()}), load {os.getloadavg()[0]:.1f}"
     )
     print(f"{'rows':>5} {'':>10} {'GB/s':>7} {'CPU s/GB':>9} {'of socket':>16} {'of memcpy':>16}")
-    result: dict[str, Any] = {"bench": "transfer", **describe()}
+    result: dict[str, Any] = {"bench": "transfer", **describe(), "pinned": len(os.sched_getaffinity(0)) == 1}
     kinds = list(rounds["1m"][0])
     for name in ROW_SIZES:
         for kind in kinds:
