@@ -8,8 +8,8 @@ The router is a process of its own; fake workers (bench/fake_workers.py) and cli
 1. `--streams` answers at once, for `--seconds`, a token each `--step-ms`: output tokens by CPU seconds of the router's
    process. In turns with it, what that is at most: a bare grpc.aio server that writes one constant message a token to
    as many streams at the same pace, and does nothing else.
-2. At half that rate: each token's arrival at the client less its sending by the worker, which stamps it (one clock:
-   CLOCK_MONOTONIC).
+2. At that rate and at half of it: each token's arrival at the client less its sending by the worker, which stamps it
+   (one clock: CLOCK_MONOTONIC).
 3. No worker has room: memory of the router before and after `--queued` requests of `--queued-tokens` tokens wait in it.
 
 The client is gRPC's own without the SDK, so that it takes as little as possible of the cores that all share.
@@ -245,12 +245,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     bare_tokens_per_cpu_s = _median([each.tokens_per_cpu_s for each in most])
     p50, p99 = _percentiles(halves)
     bare_p50, bare_p99 = _percentiles(bare_halves)
+    full_p50, full_p99 = _percentiles(ours)
     return {
         "streams": args.streams,
         "step_ms": args.step_ms,
         "tokens_per_s": round(_median([each.tokens_per_s for each in ours])),
         "tokens_per_cpu_s": round(tokens_per_cpu_s),
         "tokens_per_message": round(_median([each.tokens_per_message for each in ours]), 2),
+        "full_rate_latency_ms_p50": round(full_p50, 2),
+        "full_rate_latency_ms_p99": round(full_p99, 2),
         "bare_tokens_per_cpu_s": round(bare_tokens_per_cpu_s),
         "of_bare": round(tokens_per_cpu_s / bare_tokens_per_cpu_s, 3),
         "half_rate_tokens_per_s": round(_median([each.tokens_per_s for each in halves])),

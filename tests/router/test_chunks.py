@@ -55,7 +55,7 @@ class Client:
 
 async def settled() -> None:
     for _ in range(6):
-        await asyncio.sleep(0.001)  # the rest after a pass is far shorter here
+        await asyncio.sleep(0.001)  # passes are far from their share here
 
 
 async def test_each_token_goes_out_at_once_and_those_behind_a_slow_client_together() -> None:
@@ -85,11 +85,13 @@ async def test_tokens_of_one_pass_share_a_message() -> None:
     assert (one.written, two.written) == ([[1, 2, 3]], [[10, 20, 30]])
 
 
-async def test_after_a_pass_the_workers_next_messages_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_passes_that_took_their_share_wait_and_the_workers_messages_go_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A router that falls behind reads more between two passes, and so sends fewer messages."""
     chunks = Chunks()
     slow, other = Client(chunks), Client(chunks)
-    monkeypatch.setattr("router.chunks._LONGEST_REST_S", 10.0)
+    monkeypatch.setattr("router.chunks._LONGEST_PASS_S", 10.0)
     slow.busy_s = 0.2
     slow.say([1])
     await settled()
@@ -101,6 +103,17 @@ async def test_after_a_pass_the_workers_next_messages_go_first(monkeypatch: pyte
         while not other.written:
             await asyncio.sleep(0.001)
     assert other.written == [[2, 3, 4]]
+
+
+async def test_passes_below_their_share_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.chunks._OVER_S", 10.0)
+    chunks = Chunks()
+    clients = [Client(chunks) for _ in range(5)]
+    for client in clients:
+        client.busy_s = 0.01
+        client.say([1])
+        await asyncio.sleep(0)
+        assert client.written == [[1]]  # in the loop's very next round
 
 
 async def test_the_end_comes_after_everything_that_came_before_it() -> None:
