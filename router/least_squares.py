@@ -27,7 +27,7 @@ LEAST_SAMPLES = 3  # before that nothing is known
 _KEPT = 4  # of each power of two of the size
 _OUTLIER = 4.0  # times the median deviation
 _LEAST_DEVIATION = 0.05  # deviations below this are no outliers, however well the rest fits
-_REFIT_EVERY = 8  # observations, once the window holds a few
+_REFIT_EVERY = 8  # observations, once the window holds a few; twice as many once it is full
 _STEPS = 2  # from relative errors to logarithms
 _FURTHEST = 1.0  # logarithm of a ratio: those further off pull no harder
 _LEAST_RATIO = 1e-9
@@ -66,24 +66,32 @@ class LeastSquares:
 
     def predict(self, features: Sequence[float]) -> float:
         """Never negative; 0 before anything is known."""
-        coefficients = self.coefficients
-        value = sum(a * b for a, b in zip(coefficients, features, strict=True))
+        value = seen = 0.0
         times = 1.0
-        for i, (feature, largest) in enumerate(zip(features, self._largest, strict=True)):
-            if feature > largest > 0:
+        for i, coefficient in enumerate(self.coefficients):  # a dozen predictions a request: no generators
+            feature, largest = features[i], self._largest[i]
+            value += coefficient * feature
+            if feature <= largest:
+                seen += coefficient * feature
+                continue
+            seen += coefficient * largest
+            if largest > 0:
                 times = max(times, feature / largest if i < 2 else math.sqrt(feature / largest))
-        if times == 1.0:
-            return value
-        seen = sum(a * min(b, c) for a, b, c in zip(coefficients, features, self._largest, strict=True))
-        return min(value, seen * times)
+        return value if times == 1.0 else min(value, seen * times)
 
     @property
     def coefficients(self) -> list[float]:
-        due = self._since_fit if len(self._samples) < 2 * _REFIT_EVERY else self._since_fit // _REFIT_EVERY
-        if due and self.known:
+        if self._since_fit >= self._refit_after and self.known:
             self._coefficients = self._fit()
             self._since_fit = 0
         return self._coefficients
+
+    @property
+    def _refit_after(self) -> int:
+        """Observations after which the next fit is due."""
+        if len(self._samples) < 2 * _REFIT_EVERY:
+            return 1
+        return _REFIT_EVERY if len(self._samples) < WINDOW else 2 * _REFIT_EVERY
 
     def _fit(self) -> list[float]:
         samples = [*self._samples, *self._not_seen_lately()]
