@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 
 from router.classifier import LONG, SHORT, SlaClass
 from router.fairness import FairShare
-from router.placement import Demand, Pair, Placement, Wait
+from router.placement import Demand, Outlook, Pair, Placement, Wait
 from router.waiting import Entry, Lane
 from twinpool.errors import Overloaded, PoolEmpty
 
@@ -82,6 +82,7 @@ class Admission:
         lane = self._lanes[sla.name, input_class]
         loop = asyncio.get_running_loop()
         self._arrivals += 1
+        outlook = self._placement.outlook(demand)
         due = min(deadline, (demand.arrived_at or loop.time()) + sla.ttft_ms / 1000) if sla.ttft_ms else deadline
         entry = Entry(
             -priority,
@@ -92,11 +93,11 @@ class Admission:
             self._resumed[sla.name] if resumption else lane,
             tenant,
             max(1.0, demand.num_tokens + min(demand.max_new_tokens, _WORK_OF_ANSWER)),
-            self._placement.compute_s(demand),
+            outlook.compute_s,
         )
         if not resumption:
             self._refuse_full(sla, tenant)
-            self._refuse_late(entry, deadline - loop.time())
+            self._refuse_late(entry, outlook, deadline - loop.time())
             self._make_room(sla, tenant)
         entry.lane.push(entry)
         try:
@@ -179,12 +180,10 @@ class Admission:
                 retry_after_s=self._retry_after_s(sla.queue),
             )
 
-    def _refuse_late(self, entry: Entry, left_s: float) -> None:
-        predicted = self._placement.earliest_s(entry.demand)
-        if predicted is None:
+    def _refuse_late(self, entry: Entry, outlook: Outlook, left_s: float) -> None:
+        if outlook.first_s is None or outlook.tpot_s is None:
             return
-        first_s, tpot_s = predicted
-        alone_s = first_s + (entry.demand.least_new_tokens - 1) * tpot_s
+        alone_s = outlook.first_s + (entry.demand.least_new_tokens - 1) * outlook.tpot_s
         queue_s = 0.0
         if alone_s + sum(lane.compute_s for lane in self._lanes.values()) > left_s:  # else no need to look closer
             queue_s = self._ahead_s(entry) / max(1, self._placement.num_prefill)

@@ -115,13 +115,15 @@ class Attempt:
             if session is not None:
                 session.cancel(self._job.request_id, self._job.attempt)
             self._pair.release()
-            self._registry.on_change()
-            if self._prefill is not None:  # last: a cancel of this task may cut the wait short
+            self._has_left()
+            if self._prefill is not None and not self._prefill.done():  # last: a cancel of this task may cut it short
                 self._prefill.cancel()
                 await asyncio.wait([self._prefill])
 
     async def _last_words(self) -> None:
         """Waits for the figures that both workers send about now; only ever for a moment."""
+        if self._ended.is_set() and (self._prefill is None or self._prefill.done()):
+            return
         try:
             async with asyncio.timeout(_LAST_WORDS_S):
                 if self._ends_itself:
@@ -205,7 +207,7 @@ class Attempt:
                         self._lesson.transferred(event)
             if not self._done.done() and (self.phase is Phase.PREFILLING or not target):
                 raise Internal(f"prefill worker {worker.info.worker_id} ended the call without an answer")
-            worker.breaker.succeeded()
+            self._registry.succeeded(worker)
         except TwinpoolError as error:
             if not self._decoded or pair.generates:  # else the rows had arrived before the call failed
                 involved = [worker]
@@ -217,7 +219,7 @@ class Attempt:
                 self._done.set_exception(error)
         finally:
             self._pair.release_prefill()
-            self._registry.on_change()
+            self._has_left()
 
     def _first_tokens(self, event: FirstTokens) -> None:
         if self._done.done():
@@ -253,14 +255,18 @@ class Attempt:
         session = self._pair.decode_session
         if all(each.finished for each in self._choices.values()):
             if self._pair.decode is None:
-                self._pair.prefill.breaker.succeeded()
+                self._registry.succeeded(self._pair.prefill)
             elif self._decoded or self._pair.is_local:
-                self._pair.decode.breaker.succeeded()
+                self._registry.succeeded(self._pair.decode)
                 self._ends_itself = bool(tokens[taken - 1].finish_reason)
             if not self._done.done():
                 self._done.set_result(None)
         elif session is not None and not tokens[taken - 1].finish_reason:  # a stop string, which the worker cannot see
             session.cancel(self._job.request_id, self._job.attempt, index)
+
+    def _has_left(self) -> None:
+        """Whoever waits may have the room; a trial that is over, whatever came of it, also lets its worker be used."""
+        (self._registry.on_change if self._pair.is_trial else self._registry.on_room)()
 
     def _fail(self, error: TwinpoolError, workers: Sequence[Worker]) -> None:
         if self._done.done():

@@ -235,6 +235,8 @@ class FrontDoor:
                 metrics.tpot.labels(sla, ask.input_class).observe(timeline.tpot_s(request.longest))
             if (share := timeline.transfer_wait_share()) is not None:
                 metrics.transfer_wait_share.labels(sla, ask.input_class).observe(share)
+        if not logger.isEnabledFor(logging.INFO):
+            return
         fields = {
             key: round(value, 3) if isinstance(value, float) else value
             for key, value in timeline.fields(request.longest).items()

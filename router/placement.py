@@ -82,6 +82,18 @@ class Choice:
         return self.candidates[0]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """What is predicted of a request were it placed now, all rooms free; None: of nobody in a pool is the speed known.
+
+    Times in seconds.
+    """
+
+    compute_s: float  # of one device, for the prompt alone, taken over the ready workers
+    first_s: float | None  # until the first token
+    tpot_s: float | None  # between later ones
+
+
 class Wait(Enum):
     """Why a request cannot be placed now."""
 
@@ -114,6 +126,11 @@ class Pair:
             self._decode_claim = self._prefill_claim
         elif self.decode is not None:
             self._decode_claim = self.decode.claim(tokens=0, rows=demand.rows(self.decode.info.block_size))
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether it tries a worker whose breaker was open."""
+        return self._prefill_claim.probe or (self._decode_claim is not None and self._decode_claim.probe)
 
     @property
     def is_local(self) -> bool:
@@ -236,25 +253,14 @@ class Placement:
             self._slow_start.placed(worker)
         return taken
 
-    def earliest_s(self, demand: Demand) -> tuple[float, float] | None:
-        """Seconds until the first token and between later ones, were `demand` placed now, all rooms free.
-
-        None while a pool has nobody whose speed is known.
-        """
-        prefill = [w for w in self._usable(Pool.PREFILL) if self.predictor.knows_prefill(w.info.worker_id)]
-        decode = [w for w in self._usable(Pool.DECODE) if self.predictor.knows_decode(w.info.worker_id)]
-        if not prefill or not decode:
-            return None
-        first = min(option.done_s for option in self._prefill_options(prefill, demand))
-        return first, min(option.tpot_s for option in self._decode_options(decode))
-
-    def compute_s(self, demand: Demand) -> float:
-        """Of one device's time, for the prompt alone, taken over the ready workers."""
-        usable = self._usable(Pool.PREFILL)
-        if not usable:
-            return 0.0
-        options = list(self._prefill_options(usable, demand))
-        return sum(option.compute_s for option in options) / len(options)
+    def outlook(self, demand: Demand) -> Outlook:
+        prefill = list(self._prefill_options(self._usable(Pool.PREFILL), demand))
+        decode = self._decode_options(self._usable(Pool.DECODE))
+        return Outlook(
+            compute_s=_mean([option.compute_s for option in prefill]),
+            first_s=min((option.done_s for option in prefill if option.known), default=None),
+            tpot_s=min((option.tpot_s for option in decode if option.known), default=None),
+        )
 
     @property
     def num_prefill(self) -> int:

@@ -227,7 +227,11 @@ class Worker:
 
 
 class Registry:
-    """The workers of both pools. `on_change` is called after anything that may let a waiting request start."""
+    """The workers of both pools.
+
+    `on_change` is called after anything that may change who can be used, `on_room` when a request has left a worker and
+    nothing else has changed. Either may let a waiting request start.
+    """
 
     def __init__(
         self, model: str, connect: Callable[[WorkerInfo], Link], *, lease_s: float, clock: Callable[[], float]
@@ -240,6 +244,7 @@ class Registry:
         self._closing: set[asyncio.Task[None]] = set()
         self._pauses: dict[Worker, asyncio.TimerHandle] = {}
         self.on_change: Callable[[], None] = lambda: None
+        self.on_room: Callable[[], None] = lambda: self.on_change()
         self.proves = False  # workers are not used until a generation has passed through them (prober.py)
 
     def __iter__(self) -> Iterator[Worker]:
@@ -303,6 +308,13 @@ class Registry:
                 fields = {"worker": worker.info.worker_id, "pause_s": pause_s, "reason": error.message}
                 logger.warning("worker suspect", extra=fields)
         self.on_change()
+
+    def succeeded(self, worker: Worker) -> None:
+        """A call to `worker` went well; if it was suspect, it is no more."""
+        was_suspect = worker.breaker.suspicion != 0
+        worker.breaker.succeeded()
+        if was_suspect:
+            self.on_change()
 
     def expire(self, late_s: float = 0.0) -> None:
         """Forgets workers whose lease is over; called a few times per lease.

@@ -258,13 +258,15 @@ class Request:
         self._on_decision(self.decision)
 
     def _job(self, choices: Sequence[Choice], attempt: int, input_class: str) -> Job:
-        ask, first = self.ask, choices[0]
+        ask, first, sampling = self.ask, choices[0], self.ask.sampling
+        if (len(choices), first.awaits_echo) != (sampling.n, sampling.echo):
+            sampling = replace(sampling, n=len(choices), echo=first.awaits_echo)
         return Job(
             request_id=ask.request_id,
             attempt=attempt,
             token_ids=(*ask.prompt, *first.token_ids),
             num_prompt_tokens=len(ask.prompt),
-            sampling=replace(ask.sampling, n=len(choices), echo=first.awaits_echo),
+            sampling=sampling,
             first_choice=first.index,
             input_class=input_class,
             sla_class=ask.sla.name,

@@ -68,6 +68,7 @@ class Router:
             down_after_s=config.scale_down_after,
         )
         self.registry.on_change = self._on_change
+        self.registry.on_room = self._on_room
         self.front_door = FrontDoor(
             card,
             tokenizer,
@@ -141,6 +142,10 @@ class Router:
     def _on_change(self) -> None:
         self.admission.pump()
         self._changed.set()
+
+    def _on_room(self) -> None:
+        if self.admission.all_queued:
+            self.admission.pump()
 
     async def _watch(self, serving: Serving) -> None:
         """After every change: probes who has joined, and tells grpc.health.v1: the process serves as long as it lives,

@@ -109,7 +109,7 @@ def plain_token(token_id: int) -> Token:
 
 def sampling_message(sampling: SamplingParams) -> router_pb2.Sampling:
     """All but the stop strings, which are the router's business."""
-    return sampling_to_proto(replace(sampling, stop=()))
+    return sampling_to_proto(replace(sampling, stop=()) if sampling.stop else sampling)
 
 
 def prefill_request(job: Job, transfer_target: bytes, *, generate: bool = False) -> worker_pb2.PrefillRequest:

@@ -28,13 +28,14 @@ def sampling_from_proto(message: Sampling) -> SamplingParams:
 
 
 def sampling_to_proto(params: SamplingParams) -> Sampling:
-    message = Sampling(
-        ignore_eos=params.ignore_eos, stop=params.stop, stop_token_ids=params.stop_token_ids, echo=params.echo
+    optional: dict[str, Any] = {name: getattr(params, name) for name in _OPTIONAL}  # None leaves a field absent
+    return Sampling(
+        **optional,
+        ignore_eos=params.ignore_eos,
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        echo=params.echo,
     )
-    for name in _OPTIONAL:
-        if getattr(params, name) is not None:
-            setattr(message, name, getattr(params, name))
-    return message
 
 
 def token_to_proto(
