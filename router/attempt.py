@@ -246,11 +246,11 @@ class Attempt:
         choice = self._choices.get(index)
         if choice is None:
             raise Internal(f"tokens came for choice {index}, which was not asked for")
-        if choice.finished:
+        if choice.finish_reason:
             return
         taken = choice.accept(tokens)
         self._on_tokens(choice, taken)
-        if not choice.finished:
+        if not choice.finish_reason:
             return
         session = self._pair.decode_session
         if all(each.finished for each in self._choices.values()):

@@ -57,7 +57,7 @@ class Choice:
         Raises Internal at a token that is not in the vocabulary, and does not take it.
         """
         for number, token in enumerate(tokens):
-            if self.finish_reason is not FinishReason.NONE:
+            if self.finish_reason:
                 return number
             self._accept(token)
         return len(tokens)
@@ -68,11 +68,13 @@ class Choice:
             raise Internal(f"token {token_id} came from a worker; the vocabulary ends at {self._vocab_size - 1}")
         self.token_ids.append(token_id)
         self._tokens.append(token)
-        # the token that ends the sequence is not part of its text
-        text = "" if finish_reason is FinishReason.STOP else self._detokenizer.push(token_id)
-        if finish_reason is not FinishReason.NONE:
-            text += self._detokenizer.finish()
+        if not finish_reason:
+            text = self._detokenizer.push(token_id)
+        else:
             self.finish_reason = finish_reason
+            # the token that ends the sequence is not part of its text
+            text = "" if finish_reason is FinishReason.STOP else self._detokenizer.push(token_id)
+            text += self._detokenizer.finish()
         if self._stops is not None:
             text = self._before_stop(text, self._stops)
         if text:
@@ -91,6 +93,7 @@ class Choice:
         """All that is new since the last call; None when nothing is."""
         if not self._tokens:
             return None
-        delta = Delta(self.index, "".join(self._text), self._tokens, self.finish_reason)
+        # On the path of every token, hence past NamedTuple's own constructor.
+        delta: Delta = tuple.__new__(Delta, (self.index, "".join(self._text), self._tokens, self.finish_reason))
         self._text, self._tokens = [], []
         return delta
