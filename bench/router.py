@@ -110,8 +110,9 @@ class _Process:
 
     @property
     def cpu_s(self) -> float:
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        """User and system time of all its threads, also those that have ended; in ns, where /proc counts ticks."""
+        clock = ~self.process.pid << 3 | 2  # as clock_getcpuclockid makes it, which Python has for threads only
+        return time.clock_gettime(clock)
 
     @property
     def memory_bytes(self) -> int:

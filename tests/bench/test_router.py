@@ -18,7 +18,7 @@ def test_a_short_run_gives_every_figure(capfd: pytest.CaptureFixture[str]) -> No
     assert 0 < result["tokens_per_s"] <= 2 * 50 * 1.1
     assert result["tokens_per_message"] <= 1.1  # each goes out on its own
     assert result["of_bare"] == pytest.approx(result["tokens_per_cpu_s"] / result["bare_tokens_per_cpu_s"], rel=0.01)
-    for path in ("added", "bare"):
+    for path in ("added", "bare", "full_rate"):
         assert 0 < result[f"{path}_latency_ms_p50"] <= result[f"{path}_latency_ms_p99"]
     assert result["queued_requests"] == 20
     assert result["queued_bytes_per_request"] > 0

@@ -118,6 +118,19 @@ async def test_end_of_a_pause_is_announced() -> None:
     await pools.close()
 
 
+async def test_a_worker_that_is_suspect_no_more_is_announced_and_one_that_was_not_is_no_news() -> None:
+    pools = registry()
+    worker = join(pools, "p0")
+    changes: list[WorkerState] = []
+    pools.on_change = lambda: changes.append(worker.state)
+    pools.succeeded(worker)
+    assert changes == []
+    pools.failed(worker, WorkerLost("gone"))
+    pools.succeeded(worker)  # a request that was on it before
+    assert changes == [WorkerState.SUSPECT, WorkerState.READY]
+    await pools.close()
+
+
 async def test_one_failed_transfer_does_not_condemn_a_worker() -> None:
     pools = registry()
     worker = join(pools, "p0")
