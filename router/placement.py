@@ -429,10 +429,13 @@ class Placement:
 
     def _usable(self, pool: Pool) -> list[Worker]:
         """The ready ones; of a fingerprint without any, the least suspect: better a doubtful one than a refusal."""
-        usable = [worker for worker in self._registry.pool(pool) if worker.state is WorkerState.READY]
+        members = self._registry.pool(pool)
+        usable = [worker for worker in members if worker.state is WorkerState.READY]
+        if len(usable) == len(members):
+            return usable
         ready = _fingerprints(usable)
         doubtful: dict[str, tuple[float, Worker]] = {}
-        for worker in self._registry.pool(pool):
+        for worker in members:
             fingerprint, suspicion = worker.info.fingerprint, worker.suspicion
             if fingerprint not in ready and suspicion is not None:
                 known = doubtful.get(fingerprint)
