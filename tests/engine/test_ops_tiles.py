@@ -159,7 +159,14 @@ def instructions() -> set[str]:
     library = next(Path(native.__file__).parent.glob("_native*.so"))
     listing = subprocess.run(["objdump", "-d", library], capture_output=True, text=True, check=True, timeout=60).stdout
     found = re.findall(r"\t((?:tdp\w+|ldtilecfg|tile\w+)\b[^\n#<]*)", listing)
+    if not found and _gcc_version() < 11:
+        pytest.skip("built by a gcc that does not know the instructions of tiles (11 does)")
     return {re.sub(r"\s+", " ", each).strip() for each in found}
+
+
+def _gcc_version() -> int:
+    said = subprocess.run(["g++", "-dumpversion"], capture_output=True, text=True, check=True, timeout=60).stdout
+    return int(said.split(".")[0])
 
 
 def test_the_library_holds_the_instructions_of_tiles() -> None:
