@@ -36,7 +36,7 @@ def test_answers_are_token_identical_to_one_process_also_after_the_loss_of_their
         assert_answers(cluster, oracle, together)
         cluster.assert_baseline()
         with cluster.client(timeout_s=60) as client:
-            with client.stream(prompt, max_tokens=80, temperature=0, ignore_eos=True) as stream:
+            with client.stream(prompt, max_tokens=300, temperature=0, ignore_eos=True) as stream:
                 chunks = iter(stream)
                 tokens = list(next(chunks).token_ids)
                 while len(tokens) < 10:
@@ -47,7 +47,7 @@ def test_answers_are_token_identical_to_one_process_also_after_the_loss_of_their
                 for chunk in chunks:
                     tokens += chunk.token_ids
                 timeline = stream.timeline
-        assert tokens == oracle.answer(prompt, 80, ignore_eos=True)
+        assert tokens == oracle.answer(prompt, 300, ignore_eos=True)
         assert timeline.attempts == 2
         assert timeline.decode_worker not in busy
         cluster.assert_baseline()
