@@ -13,6 +13,7 @@ from engine.engine import Engine
 from engine.ops import native
 from engine.quantization import WEIGHT_FORMATS
 from tests import tiny_models
+from tests.engine.isas import ISAS
 from tests.engine.running import Running
 
 MEMORY_BYTES = 8 << 20
@@ -61,7 +62,7 @@ def test_one_call_equals_the_single_operators_bit_for_bit(
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("isa", [name for name in (native.EMULATED, *native.ISAS) if native.select_isa(name)])
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("weights", WEIGHT_FORMATS)
 @pytest.mark.parametrize("kind", ["qwen3-moe", "deepseek-v3"])

@@ -3,28 +3,16 @@ against plain formulas, and every instruction set."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection, DeepseekV4HyperHead
 
 from engine.latent_cache import LatentView, item_bytes, view_items
-from engine.ops import cpu, native, reference
+from engine.ops import cpu, reference
 
 DTYPES = [torch.float32, torch.bfloat16]
 SPREAD = {torch.float32: 3e-5, torch.bfloat16: 0.04}
-
-
-ISAS = [name for name in (native.EMULATED, *native.ISAS) if native.select_isa(name)]  # the best comes last
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    native.select_isa(request.param)
-    yield request.param
-    native.select_isa(ISAS[-1])
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

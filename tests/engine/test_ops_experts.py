@@ -16,17 +16,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from engine.ops import cpu, cpu_moe, native, reference
 from engine.quantization import WEIGHT_FORMATS
+from tests.engine.isas import ISAS
 
-ISAS = [name for name in (native.EMULATED, *native.ISAS) if native.select_isa(name)]  # the best comes last
 HIDDEN, INNER, EXPERTS, CHOSEN = 96, 40, 12, 3
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    native.select_isa(request.param)
-    yield request.param
-    native.select_isa(ISAS[-1])
-    cpu.set_num_threads(1)
 
 
 @pytest.fixture(params=["reference", *ISAS])

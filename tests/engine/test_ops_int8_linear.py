@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from engine import quantization
-from engine.ops import cpu, native, reference
+from engine.ops import cpu, reference
 from engine.quantization import W8A8, W8A16, quantize_rows
 
 DTYPES = [torch.float32, torch.bfloat16]
-ISAS = [name for name in (native.EMULATED, *native.ISAS) if native.select_isa(name)]  # the best comes last
+pytestmark = pytest.mark.usefixtures("isa")  # on every instruction set
 SHAPES = [(576, 1536), (1, 1), (2, 63), (33, 65), (130, 192), (1537, 100), (4864, 70), (96, 64)]  # in, out
-
-
-@pytest.fixture(params=ISAS, autouse=True)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    native.select_isa(request.param)
-    yield request.param
-    native.select_isa(ISAS[-1])
 
 
 @pytest.fixture(autouse=True)

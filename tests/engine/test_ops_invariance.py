@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from engine.ops import cpu, native
+from engine.ops import cpu
 from tests.engine.paged import Paged, paged
 
 DTYPES = [torch.float32, torch.bfloat16]
-ISAS = [name for name in (native.EMULATED, *native.ISAS) if native.select_isa(name)]  # the best comes last
-
-
-@pytest.fixture(params=ISAS, autouse=True)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    native.select_isa(request.param)
-    yield request.param
-    native.select_isa(ISAS[-1])
-    cpu.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("isa")  # on every instruction set
 
 
 @pytest.fixture(autouse=True)

@@ -8,19 +8,11 @@ import pytest
 import torch
 
 from engine.latent_cache import LatentLayout
-from engine.ops import cpu, native, reference
+from engine.ops import cpu, reference
 from tests.engine.paged import Paged, paged
 
-ISAS = [name for name in (native.EMULATED, *native.ISAS) if native.select_isa(name)]  # the best comes last
 LENGTHS = [1, 64, 700, 1023, 1024, 1025, 2049]  # a chunk is of 1,024 tokens
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    native.select_isa(request.param)
-    yield request.param
-    native.select_isa(ISAS[-1])
 
 
 @pytest.fixture(autouse=True)

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from engine.latent_cache import LatentLayout
-from engine.ops import cpu, native, reference
+from engine.ops import cpu, reference
 from engine.quantization import WEIGHT_FORMATS
 from tests.engine.paged import paged
 
 DTYPES = [torch.float32, torch.bfloat16]
-ISAS = [name for name in (native.EMULATED, *native.ISAS) if native.select_isa(name)]  # the best comes last
+pytestmark = pytest.mark.usefixtures("isa")  # on every instruction set
 NAN, BAD = float("nan"), 4  # the row that is not finite
-
-
-@pytest.fixture(params=ISAS, autouse=True)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    native.select_isa(request.param)
-    yield request.param
-    native.select_isa(ISAS[-1])
 
 
 @pytest.fixture(autouse=True)

@@ -5,26 +5,17 @@ Every instruction set that this machine has is run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from engine.kv_cache import KV_DTYPES, KvCache, KvLayout
-from engine.ops import cpu, native, reference
+from engine.ops import cpu, reference
 from tests.engine.paged import paged
 
 DTYPES = [torch.float32, torch.bfloat16]
-ISAS = [name for name in (native.EMULATED, *native.ISAS) if native.select_isa(name)]  # the best comes last
-
-
-@pytest.fixture(params=ISAS, autouse=True)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    native.select_isa(request.param)
-    yield request.param
-    native.select_isa(ISAS[-1])
+pytestmark = pytest.mark.usefixtures("isa")  # on every instruction set
 
 
 @pytest.fixture(autouse=True)
