@@ -13,6 +13,8 @@ and cannot cancel, so deadlines are ours and sources stay pinned until it says t
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import importlib
 import logging
 import os
@@ -256,13 +258,29 @@ def _load() -> Any:
     reasons = []
     for module in _MODULES:
         try:
-            return importlib.import_module(module)
+            library = importlib.import_module(module)
         except ImportError as exc:
             reasons.append(str(exc))
+        else:
+            _end_without_destructors()
+            return library
     raise ConfigError(
         f"KV transport '{NAME}' cannot load NIXL ({'; '.join(reasons)}): pip install 'twinpool[nixl]' "
         "(with CUDA 13: pip install nixl-cu13)"
     )
+
+
+@functools.cache
+def _end_without_destructors() -> None:
+    """Lets this process end, with its own status, before the destructors of its libraries.
+
+    Where the host has RDMA drivers (Debian: ibverbs-providers) their libnl and the one in NIXL's wheel take each
+    other's entries apart there: SIGSEGV after all is done (nixl-cu12 1.5.1), which whoever started the process takes
+    for a crash.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit"):  # glibc; it hands over the status
+        libc.on_exit(libc._exit, None)
 
 
 def _make_agent(library: Any, fabric: str, name: str) -> Any:

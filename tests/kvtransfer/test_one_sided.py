@@ -339,6 +339,23 @@ def test_a_process_that_only_waits_uses_no_processor_time(library: str) -> None:
     assert float(done.stdout.split()[-1]) < 0.5
 
 
+@pytest.mark.parametrize("library", ENGINES)
+def test_a_process_ends_with_its_own_status_and_says_all_it_had_to(library: str) -> None:
+    """Whatever the destructors of its libraries do: NIXL's wheel and a host's RDMA drivers end in SIGSEGV together."""
+    script = (
+        "import sys\n"
+        "from tests.kvtransfer.peers import Pair\n"
+        "pair = Pair(sys.argv[1])\n"
+        "pair.assert_serves()\n"
+        "pair.close()\n"
+        "print('closed')\n"
+        "sys.exit(7)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, library], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 7
+    assert done.stdout.split()[-1] == "closed"
+
+
 def test_a_library_that_never_comes_back_from_its_first_look_holds_nobody_and_is_not_asked_twice() -> None:
     engine = HeldEngine()
     shared = one_sided.layout(engine, make_regions(1))
