@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from service.discovery import NamedRouters
 from service.registration import Registration, new_incarnation
 from service.serve import Service, Serving, serve
+from twinpool import __version__
 from twinpool.v1 import router_pb2, worker_pb2
 from twinpool.v1.worker_pb2_grpc import (
     DecodeServicer,
@@ -107,7 +108,7 @@ class _Worker:
             address=f"127.0.0.1:{self._serving.port}",
             model=MODEL,
             fingerprint="fake",
-            version="0",
+            version=__version__,
             block_size=64,
             max_context=MAX_CONTEXT,
             rows_total=_ROWS,

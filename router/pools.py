@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from router.backlog import Backlog
 from router.breaker import Breaker
 from router.classifier import SHORT
+from twinpool import __version__
 from twinpool.errors import Incompatible, TransferFailed, TwinpoolError, Unavailable
 from twinpool.prefix import PromptDigests
 
@@ -346,6 +347,11 @@ class Registry:
                 f"worker {info.worker_id} serves model {info.model!r}, this router {self._model!r}; "
                 "start the worker with --model-name, or join another router"
             )
+        if _release(info.version) != _release(__version__):
+            raise Incompatible(
+                f"worker {info.worker_id} runs twinpool {info.version!r}, this router {__version__}: versions "
+                f"{_release(__version__)}.* go together; upgrade one of the two"
+            )
         if not info.fingerprint or info.block_size < 1 or info.rows_total < 1:
             raise Incompatible(f"worker {info.worker_id} lacks fingerprint, block_size or rows_total")
 
@@ -361,6 +367,12 @@ class Registry:
         task = asyncio.ensure_future(_close(worker.link.close(), worker.info.worker_id))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+
+
+def _release(version: str) -> str:
+    """What versions have in common that speak one protocol: semver.org, where before 1.0 each minor may differ."""
+    major, _, rest = version.partition(".")
+    return major if major != "0" else f"0.{rest.partition('.')[0]}"
 
 
 def _common(wanted: tuple[int, ...], held: frozenset[int]) -> int:

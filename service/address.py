@@ -26,7 +26,7 @@ def split(address: str, default_port: int | None = None) -> tuple[str, int]:
     host = host.removeprefix("[").removesuffix("]")
     if not port and default_port is not None:
         port = str(default_port)
-    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+    if not host or host.startswith("-") or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"address {address!r} is not HOST:PORT")
     if ":" in host:
         try:

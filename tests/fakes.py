@@ -43,6 +43,7 @@ from kvtransfer.transports.striped import StripedSenderLink
 from service.discovery import NamedRouters
 from service.registration import Registration, new_incarnation
 from service.serve import Service, Serving, serve
+from twinpool import __version__
 from twinpool.errors import (
     ChecksumMismatch,
     Internal,
@@ -178,6 +179,7 @@ class Worker:
                 "pool": self.pool,
                 "address": self.address,
                 "max_context": 2048,
+                "version": __version__,
                 **self._info,
             }
         )

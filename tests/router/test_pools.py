@@ -8,6 +8,7 @@ import pytest
 
 from router.pools import Pool, WorkerLoad, WorkerState
 from tests.router.workers import info, join, registry
+from twinpool import __version__
 from twinpool.errors import Incompatible, TransferFailed, Unavailable, WorkerLost
 
 
@@ -28,6 +29,9 @@ async def test_worker_is_ready_with_its_first_report() -> None:
         ({"fingerprint": ""}, "lacks fingerprint"),
         ({"block_size": 0}, "lacks fingerprint, block_size"),
         ({"address": ""}, "address must be set"),
+        ({"version": "0.9.3"}, r"worker d0 runs twinpool '0.9.3', this router 0\.\d+\.\d+: .*; upgrade one of the two"),
+        ({"version": "1.0.0"}, "runs twinpool '1.0.0'"),
+        ({"version": ""}, "runs twinpool ''"),
     ],
 )
 async def test_worker_that_cannot_belong_here_is_refused_with_the_reason(fields: dict, reason: str) -> None:
@@ -35,6 +39,13 @@ async def test_worker_that_cannot_belong_here_is_refused_with_the_reason(fields:
     with pytest.raises(Incompatible, match=reason):
         pools.join(info("d0", **fields))
     assert not list(pools)
+
+
+async def test_a_worker_of_another_patch_of_the_same_release_may_join() -> None:
+    pools = registry()
+    pools.join(info("d0", version=__version__.rpartition(".")[0] + ".99"))
+    assert len(list(pools)) == 1
+    await pools.close()
 
 
 async def test_lease_ends_without_reports_and_a_late_report_is_told() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from router.pools import Pool, Registry, Worker, WorkerInfo, WorkerLoad
+from twinpool import __version__
 
 
 class NoLink:
@@ -26,7 +27,7 @@ def info(worker_id: str, **fields: Any) -> WorkerInfo:
         "address": "127.0.0.1:1",
         "model": "m",
         "fingerprint": "f",
-        "version": "1",
+        "version": __version__,
         "block_size": 16,
         "max_context": 2048,
         "rows_total": 100,
