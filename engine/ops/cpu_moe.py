@@ -9,7 +9,8 @@ import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,6 +34,30 @@ _gating, _experts, _grouped = (
 )
 
 
+@cache
+def _checked(
+    num_experts: int,
+    k: int,
+    k_group: int,
+    group_count: int,
+    renorm: bool,
+    norm_type: str,
+    routed_scaling_factor: float,
+    eps: float,
+) -> Any:
+    """What a layer's gating always is: checked once, for at one row Python's checks cost more than the choice."""
+    if not 1 <= k <= num_experts:
+        raise ValueError(f"k is {k}: it must be 1 to the number of experts, {num_experts}")
+    if norm_type not in SCORES:
+        raise ValueError(f"norm_type must be one of {', '.join(SCORES)}, not {norm_type!r}")
+    if num_experts % group_count or not 1 <= k_group <= group_count <= _MOST_GROUPS:
+        raise ValueError(f"{num_experts} experts cannot be {group_count} groups of which {k_group} are kept")
+    if group_count > 1 and num_experts < 2 * group_count:
+        raise ValueError(f"a group of {num_experts // group_count} has no two best experts")
+    score, scale = SCORES.index(norm_type), routed_scaling_factor
+    return ctypes.pointer(native.Gating(score, renorm, num_experts, k, group_count, k_group, scale, eps))
+
+
 @operator
 def moe_gating_top_k(
     x: torch.Tensor,
@@ -50,16 +75,10 @@ def moe_gating_top_k(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x: router logits fp32 [T, E] -> weights fp32 [T, k], experts int32 [T, k]. One pass over each row."""
     rows, num_experts = x.shape
-    if x.dtype is not torch.float32 or x.stride(1) != 1 or not x.is_cpu:
+    row_stride, stride = x.stride()
+    if x.dtype is not torch.float32 or stride != 1 or not x.is_cpu:
         raise TypeError(f"x must be float32 [T, E] on the CPU with dense rows, not {x.dtype} on {x.device}")
-    if not 1 <= k <= num_experts:
-        raise ValueError(f"k is {k}: it must be 1 to the number of experts, {num_experts}")
-    if norm_type not in SCORES:
-        raise ValueError(f"norm_type must be one of {', '.join(SCORES)}, not {norm_type!r}")
-    if num_experts % group_count or not 1 <= k_group <= group_count <= _MOST_GROUPS:
-        raise ValueError(f"{num_experts} experts cannot be {group_count} groups of which {k_group} are kept")
-    if group_count > 1 and num_experts < 2 * group_count:
-        raise ValueError(f"a group of {num_experts // group_count} has no two best experts")
+    gating = _checked(num_experts, k, k_group, group_count, renorm, norm_type, routed_scaling_factor, eps)
     bias_at = tokens_at = table_at = None
     if bias is not None:
         _check(bias, "bias", (num_experts,), torch.float32)
@@ -72,10 +91,8 @@ def moe_gating_top_k(
         tokens_at, table_at = input_ids.data_ptr(), tid2eid.data_ptr()
     weights = torch.empty(rows, k)
     experts = torch.empty(rows, k, dtype=torch.int32)
-    _gating(
-        *(SCORES.index(norm_type), x.data_ptr(), x.stride(0) * 4, rows, num_experts, k, bias_at, group_count, k_group),
-        *(tokens_at, table_at, renorm, routed_scaling_factor, eps, weights.data_ptr(), experts.data_ptr()),
-    )
+    at, step = x.data_ptr(), 4 * row_stride
+    _gating(gating, at, step, rows, bias_at, tokens_at, table_at, weights.data_ptr(), experts.data_ptr())
     return weights, experts
 
 

@@ -138,6 +138,16 @@ class IndexArgs(ctypes.Structure):
     )
 
 
+class Gating(ctypes.Structure):
+    """struct Gating of kernels.h."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("score", "renormalize")),
+        *((name, _SIZE) for name in ("num_experts", "k", "num_groups", "groups_kept")),
+        *((name, _FLOAT) for name in ("scale", "eps")),
+    )
+
+
 class PoolArgs(ctypes.Structure):
     """struct PoolArgs of compressed.h."""
 
@@ -308,8 +318,8 @@ _FUNCTIONS = {
     "twinpool_streams_in": (ctypes.POINTER(StreamsInArgs), _SIZE),
     "twinpool_streams_out": (ctypes.POINTER(StreamsOutArgs), _SIZE),
     "twinpool_gating": (
-        *(_INT, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _SIZE, _SIZE),
-        *(_POINTER, _POINTER, _INT, _FLOAT, _FLOAT, _POINTER, _POINTER),
+        ctypes.POINTER(Gating),
+        *(_POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER),
     ),
     "twinpool_moe_experts": (
         ctypes.POINTER(ExpertsArgs),

@@ -73,22 +73,12 @@ void ExpertMlp::route() const {
   }
   const void* from = s.dtype == Dtype::bf16 ? static_cast<const void*>(precise) : s.x;
   run_linear(*p.router, from, hidden * sizeof(float), s.tokens, logits);
-  const GatingArgs gating = {p.score,
-                             reinterpret_cast<const char*>(logits),
-                             p.experts.num_experts * static_cast<int64_t>(sizeof(float)),
-                             p.experts.num_experts,
-                             p.k,
-                             p.bias,
-                             p.num_groups,
-                             p.groups_kept,
-                             nullptr,
-                             nullptr,
-                             p.renormalize != 0,
-                             p.scale,
-                             p.eps,
-                             weights,
-                             chosen};
-  for_each_row(kernels().gating, gating, s.tokens);
+  const Gating gating = {p.score,       p.renormalize != 0, p.experts.num_experts, p.k,
+                         p.num_groups,  p.groups_kept,      p.scale,               p.eps};
+  const int64_t stride = p.experts.num_experts * static_cast<int64_t>(sizeof(float));
+  const GatingArgs args = {gating, reinterpret_cast<const char*>(logits), stride, p.bias, nullptr, nullptr,
+                           weights, chosen};
+  for_each_row(kernels().gating, args, s.tokens);
 }
 
 }  // namespace twinpool

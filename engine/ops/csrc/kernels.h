@@ -157,18 +157,22 @@ struct SiluMulArgs {
 enum class Score : int32_t { softmax = 0, sigmoid = 1, sqrtsoftplus = 2 };
 
 // Chooses k experts for each row of logits, and their weights (reference.py: moe_gating_top_k).
-struct GatingArgs {
+struct Gating {
   Score score;
-  const char* logits;  // fp32 [rows, num_experts]
-  int64_t stride, num_experts, k;
-  const float* bias;                   // null, or [num_experts]
-  int64_t num_groups, groups_kept;     // 1, 1 without groups
-  const int64_t* token_ids;            // null, or [rows]; then the experts of a row are
-  const int32_t* experts_of_token;     // [vocabulary, k] at its token
-  bool renormalize;
+  int32_t renormalize;  // 0 or 1
+  int64_t num_experts, k;
+  int64_t num_groups, groups_kept;  // 1, 1 without groups
   float scale, eps;
-  float* weights;    // [rows, k]
-  int32_t* experts;  // [rows, k]
+};
+
+struct GatingArgs : Gating {
+  const char* logits;  // fp32 [rows, num_experts]
+  int64_t stride;
+  const float* bias;                // null, or [num_experts]
+  const int64_t* token_ids;         // null, or [rows]; then the experts of a row are
+  const int32_t* experts_of_token;  // [vocabulary, k] at its token
+  float* weights;                   // [rows, k]
+  int32_t* experts;                 // [rows, k]
 };
 
 // The indices of the k largest of n values, in the order and with the choice among equals of torch.topk (topk.cpp).

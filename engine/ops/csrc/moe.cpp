@@ -149,25 +149,10 @@ void run_linear_groups(const LinearGroupsArgs& args) {
 
 }  // namespace twinpool
 
-TWINPOOL_API void twinpool_gating(int score, const void* logits, int64_t stride, int64_t rows, int64_t num_experts,
-                                  int64_t k, const float* bias, int64_t num_groups, int64_t groups_kept,
-                                  const int64_t* token_ids, const int32_t* experts_of_token, int renormalize,
-                                  float scale, float eps, float* weights, int32_t* experts) {
-  const GatingArgs args = {static_cast<Score>(score),
-                           static_cast<const char*>(logits),
-                           stride,
-                           num_experts,
-                           k,
-                           bias,
-                           num_groups,
-                           groups_kept,
-                           token_ids,
-                           experts_of_token,
-                           renormalize != 0,
-                           scale,
-                           eps,
-                           weights,
-                           experts};
+TWINPOOL_API void twinpool_gating(const Gating* gating, const char* logits, int64_t stride, int64_t rows,
+                                  const float* bias, const int64_t* token_ids, const int32_t* experts_of_token,
+                                  float* weights, int32_t* experts) {
+  const GatingArgs args = {*gating, logits, stride, bias, token_ids, experts_of_token, weights, experts};
   for_each_row(kernels().gating, args, rows);
 }
 
