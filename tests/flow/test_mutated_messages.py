@@ -16,7 +16,7 @@ from tests.flow.oracle import Oracle
 from tests.flow.test_strangers import MAX_GROWTH_BYTES, PROMPT, resident_bytes
 from twinpool.v1 import router_pb2, worker_pb2
 
-NUM_MESSAGES = 2_000  # on each gRPC port, beside the frames of test_strangers.py
+NUM_MESSAGES = 1_000  # on each gRPC port, beside the frames of test_strangers.py
 KEY = "the cluster's key"
 SAMPLING = router_pb2.Sampling(temperature=0.5, max_tokens=2, stop=["x"], logprobs=2)
 GENERATE = router_pb2.GenerateRequest(text="Hello there", sampling=SAMPLING, sla_class="batch", tenant="a")
