@@ -5,7 +5,12 @@ C++ compiler is found, the package installs all the same, the "cpu" backend runs
 and hashed in separate passes.
 """
 
+import runpy
+from pathlib import Path
+
 from setuptools import Extension, setup
+
+digest = runpy.run_path("twinpool/sources.py")["digest"]  # not by an import, which would take what is not there yet
 
 CSRC = "engine/ops/csrc"
 ISAS = ["generic", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx", "amx_emulated"]
@@ -45,6 +50,7 @@ setup(
             "engine.ops._native",
             sources=[f"{CSRC}/{name}.cpp" for name in SOURCES],
             depends=[f"{CSRC}/{name}" for name in HEADERS],
+            define_macros=[("TWINPOOL_SOURCES", f'"{digest(Path(CSRC))}"')],
             language="c++",
             extra_compile_args=[
                 "-std=c++17",
@@ -66,6 +72,7 @@ setup(
             "kvtransfer._native",
             sources=[f"{KV_CSRC}/{name}.cpp" for name in ("api", "shared", "stream", "xxh3")],
             depends=[f"{KV_CSRC}/{name}.h" for name in ("look", "shared", "stream", "xxh3")],
+            define_macros=[("TWINPOOL_SOURCES", f'"{digest(Path(KV_CSRC))}"')],
             language="c++",
             extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-Wno-psabi"],
             optional=True,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtransfer.region import RowViews
+from twinpool import sources
 
 if TYPE_CHECKING:
     from kvtransfer.progress import Place
@@ -66,6 +67,9 @@ def library() -> ctypes.CDLL | None:
         if path is None:
             raise OSError("it was not built: install a C++ compiler, then twinpool again")
         loaded = ctypes.CDLL(str(path))  # a CDLL, so that calls release the interpreter lock
+        loaded.twinpool_kv_sources.argtypes, loaded.twinpool_kv_sources.restype = (), ctypes.c_char_p
+        if loaded.twinpool_kv_sources().decode() != sources.digest(path.parent / "csrc"):
+            raise OSError(f"{path} was not built from the sources beside it: install twinpool again")
         for name, parameters in _FUNCTIONS.items():
             function = getattr(loaded, name)
             function.argtypes, function.restype = parameters, _INT

@@ -11,6 +11,7 @@ import logging
 import os
 from pathlib import Path
 
+from twinpool import sources
 from twinpool.errors import ConfigError
 
 ISAS = ("generic", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx")
@@ -345,6 +346,9 @@ def library() -> ctypes.CDLL | None:
     except OSError:
         return None  # built for another machine
     try:
+        loaded.twinpool_sources.argtypes, loaded.twinpool_sources.restype = (), ctypes.c_char_p
+        if loaded.twinpool_sources().decode() != sources.digest(path.parent / "csrc"):
+            raise AttributeError("their digests differ")
         for name, parameters in _FUNCTIONS.items():
             function = getattr(loaded, name)
             function.argtypes, function.restype = parameters, None
@@ -355,7 +359,7 @@ def library() -> ctypes.CDLL | None:
         loaded.twinpool_isa.argtypes, loaded.twinpool_isa.restype = (), ctypes.c_char_p
         loaded.twinpool_select_isa.argtypes, loaded.twinpool_select_isa.restype = (ctypes.c_char_p,), ctypes.c_int
     except AttributeError as exc:
-        raise ConfigError(f"{path} is older than this source ({exc}): reinstall twinpool to rebuild it") from exc
+        raise ConfigError(f"{path} was not built from {path.parent}/csrc ({exc}): install twinpool again") from exc
     say_why_no_amx(loaded)
     wanted = os.environ.get("TWINPOOL_ISA")
     if wanted and not loaded.twinpool_select_isa(wanted.encode()):

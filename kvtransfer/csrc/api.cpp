@@ -30,6 +30,9 @@ EXPORT void twinpool_kv_copy_rows(uint8_t* const* to, const uint8_t* const* from
 
 EXPORT int twinpool_kv_look(int socket, long ns) { return look(socket, POLLIN, ns); }
 
+// As twinpool/sources.py computes it.
+EXPORT const char* twinpool_kv_sources() { return TWINPOOL_SOURCES; }
+
 EXPORT const char* twinpool_kv_isa() { return isa(); }
 
 EXPORT int twinpool_kv_select_isa(const char* name) { return select_isa(name); }

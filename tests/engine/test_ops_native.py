@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 
 from engine import ops
 from engine.ops import cpu, native, reference
+from twinpool import sources
 from twinpool.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +50,26 @@ def test_without_the_library_the_cpu_backend_is_the_reference_and_says_so(monkey
         assert ops.load("cpu") is reference
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert "NATIVE CPU KERNELS ARE MISSING" in caplog.text
+
+
+def test_a_library_of_other_sources_is_refused(monkeypatch):
+    """Its functions may have these names and other parameters."""
+    monkeypatch.setattr(sources, "digest", lambda _: "0" * 32)
+    with pytest.raises(ConfigError, match=r"_native.*so was not built from .*csrc .*: install twinpool again"):
+        native.library.__wrapped__()
+
+
+def test_a_digest_is_of_names_and_bytes_of_the_sources_alone(tmp_path):
+    def digest(**files: str) -> str:
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        for name, text in files.items():
+            (folder / name.replace("_", ".")).write_text(text)
+        return sources.digest(folder)
+
+    usual = digest(a_cpp="1", b_h="2")
+    assert digest(a_cpp="1", b_h="2", notes_txt="3") == usual
+    others = [digest(a_cpp="1", b_h="3"), digest(a_cpp="1", c_h="2"), digest(a_cpp="1"), digest(a_cpp="1", b_inl="2")]
+    assert len({usual, *others}) == 1 + len(others)
 
 
 def test_the_environment_chooses_the_instruction_set():
@@ -91,8 +113,11 @@ def test_calls_from_several_threads_at_once_each_get_their_own_result():
 
 
 def test_the_package_builds_without_a_compiler(tmp_path):
-    shutil.copytree(ROOT / "engine" / "ops" / "csrc", tmp_path / "engine" / "ops" / "csrc")
-    shutil.copy(ROOT / "setup.py", tmp_path)
+    for folder in ("engine/ops/csrc", "kvtransfer/csrc"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    (tmp_path / "twinpool").mkdir()
+    for file in ("setup.py", "twinpool/sources.py"):
+        shutil.copy(ROOT / file, tmp_path / file)
     result = subprocess.run(
         [sys.executable, "setup.py", "build_ext", "--inplace"],
         cwd=tmp_path,

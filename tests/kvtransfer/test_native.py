@@ -19,6 +19,7 @@ from kvtransfer import native
 from kvtransfer.digest import row_checksums
 from kvtransfer.memory import MappedMemory, SharedMemory, address_of
 from kvtransfer.progress import Place, Progress
+from twinpool import sources
 
 LENGTHS = [*range(241, 261), *range(1000, 1100, 3), 1024, 1025, 2047, 2048, 2049, 4096, 65_537, (1 << 18) + 13, 1 << 20]
 
@@ -32,6 +33,16 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
         pytest.skip(f"this machine has no {request.param}")
     yield request.param
     assert native.select_isa(usual)
+
+
+def test_a_library_of_other_sources_is_not_used_and_said_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not native.isa():
+        pytest.skip("the native library was not built")
+    monkeypatch.setattr(sources, "digest", lambda _: "0" * 32)
+    assert native.library.__wrapped__() is None
+    assert "was not built from the sources beside it: install twinpool again" in caplog.text
 
 
 def test_hashes_are_xxh3_whatever_the_length_and_alignment(isa: str) -> None:
@@ -280,4 +291,4 @@ def test_a_library_that_cannot_be_used_is_said_loudly(
     assert [line.startswith("KV ROWS MOVE THE SLOW WAY") for line in lines] == [True] * 3
     assert "was not built" in lines[0]
     assert str(tmp_path) in lines[1]
-    assert "twinpool_kv_hash_rows" in lines[2]
+    assert "twinpool_kv_sources" in lines[2]

@@ -14,7 +14,9 @@ def test_an_address_is_joined_and_split_again(host, port, text):
     assert split(text) == (host, port)
 
 
-@pytest.mark.parametrize("text", ["router", "router:", "router:x", ":7", "router:70000", "router:-1", "::1", "", "-5:7070"])
+@pytest.mark.parametrize(
+    "text", ["router", "router:", "router:x", ":7", "router:70000", "router:-1", "::1", "", "-5:7070"]
+)
 def test_what_is_no_host_and_port_is_refused(text):
     with pytest.raises(ConfigError, match="HOST:PORT"):
         split(text)

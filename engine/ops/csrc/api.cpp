@@ -214,6 +214,9 @@ TWINPOOL_API int twinpool_select_isa(const char* name) {
   return 0;
 }
 
+// As twinpool/sources.py computes it.
+TWINPOOL_API const char* twinpool_sources() { return TWINPOOL_SOURCES; }
+
 TWINPOOL_API const char* twinpool_isa() { return active->name; }
 
 // Why the processor's tiles are not used, or nothing where it has none or they are.
