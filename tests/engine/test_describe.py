@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from engine.describe import describe, main
 from engine.model_config import ModelConfig
@@ -114,6 +116,17 @@ def test_published_models_are_described_from_config_json_alone(published: Path, 
     assert found.active_parameters / 1e9 == pytest.approx(active, rel=0.12)
     assert found.token_bytes("bf16") == token_bytes
     assert found.sequence_bytes("bf16", 131_072) / (1 << 20) == pytest.approx(mebibytes, abs=0.6)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameters_are_those_of_the_module_that_transformers_makes(published: Path, name: str) -> None:
+    config = transformers.AutoConfig.from_pretrained(published / name)
+    config.quantization_config = None
+    with torch.device("meta"):
+        module = transformers.AutoModelForCausalLM.from_config(config)
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    # Norms and biases are not counted, which are less than a ten-thousandth.
+    assert describe(published / name).parameters == pytest.approx(parameters, rel=1e-4)
 
 
 @pytest.mark.parametrize(
