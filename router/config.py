@@ -69,7 +69,7 @@ class RouterConfig(ProcessConfig):
         10000, help="most requests that wait in this router; beyond, the lowest class gives way", minimum=1
     )
     isolate_tenants: bool = option(False, help="prompts of different tenants share no cached prefix")
-    max_attempts: int = option(4, help="most attempts at one answer, the first included", minimum=1)
+    max_attempts: int = option(6, help="most attempts at one answer, the first included", minimum=1)
     pool_wait: float = option(
         0.5, help="how long a request may wait for a worker while a pool is empty", unit="s", minimum=0, maximum=3600
     )
