@@ -92,6 +92,9 @@ class Decoder:
         self._starts, self._lengths = array("i"), array("i")
         self._tokens = 0  # that the workspace is large enough for
         self._events: Any = None
+        self._chosen_experts: torch.Tensor | None = None  # uint8 [layers, experts]
+        self._sparse_layers = () if config.moe is None else config.moe.sparse_layers
+        self._num_experts = 0 if config.moe is None else config.moe.num_experts
         self._num_events = 0
 
     def forward(
@@ -153,10 +156,15 @@ class Decoder:
             out=out.data_ptr(),
             workspace=(self._workspace.data_ptr() + 63) // 64 * 64,
             events=self._events,
+            chosen_experts=None if self._chosen_experts is None else self._chosen_experts.zero_().data_ptr(),
         )
 
     def record(self, on: bool) -> None:
-        """From now on every step notes when each operator ran; `events` has those of the last one."""
+        """From now on every step notes when each operator ran and which experts were chosen; `events` and
+        `chosen_experts` have those of the last one."""
+        if self._num_experts:
+            shape = (self._args.num_layers, self._num_experts)
+            self._chosen_experts = torch.zeros(shape, dtype=torch.uint8) if on else None
         self._events = (native.Event * (_EVENTS_A_LAYER * (self._args.num_layers + 1)))() if on else None
 
     @property
@@ -164,6 +172,17 @@ class Decoder:
         """(kind, layer, begin, end) of every operator of the last step, in ns of the monotonic clock."""
         events = self._events or ()
         return [(KINDS[e.kind], e.layer, e.begin_ns, e.end_ns) for e in events[: self._num_events]]
+
+    @property
+    def chosen_experts(self) -> list[list[int]]:
+        """Of every layer with experts, those that any token of the last step was sent to."""
+        if self._chosen_experts is None:
+            return []
+        return [
+            row.nonzero().flatten().tolist()
+            for row, is_sparse in zip(self._chosen_experts, self._sparse_layers, strict=True)
+            if is_sparse
+        ]
 
 
 def _grouped(attention: GroupedAttention, view: Any) -> native.GroupedPart:

@@ -285,6 +285,7 @@ class StepArgs(ctypes.Structure):
         *((name, _POINTER) for name in ("out", "workspace")),
         ("events", ctypes.POINTER(Event)),
         ("num_events", _SIZE),
+        ("chosen_experts", _POINTER),
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from engine.batch import Batch
 from engine.engine import Engine
-from engine.ops import native
+from engine.ops import cpu, native
 from engine.quantization import WEIGHT_FORMATS
 from tests import tiny_models
 from tests.engine.isas import ISAS
@@ -114,3 +115,39 @@ def test_a_recorded_step_names_every_operator_in_the_order_it_ran(tmp_path: Path
     decoder.record(False)
     engine.forward(batch)
     assert decoder.events == []
+
+
+@pytest.mark.parametrize("kind", ["qwen3-moe", "mixtral", "deepseek-v3"])
+def test_a_recorded_step_names_the_experts_that_single_operators_choose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    path = tiny_models.make(tmp_path, kind)
+    whole, single = load(path), load(path)
+    gating, chosen = cpu.moe_gating_top_k, []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        weights, experts = gating(*args, **kwargs)
+        chosen.append(sorted(set(experts.flatten().tolist())))
+        return weights, experts
+
+    monkeypatch.setattr(cpu, "moe_gating_top_k", noted)
+    assert whole.decoder.chosen_experts == []
+    whole.decoder.record(True)
+    for batch, other in zip(batches(whole), batches(single), strict=True):
+        chosen.clear()
+        whole.forward(batch)
+        by_operator(single, other)
+        assert whole.decoder.chosen_experts == chosen
+    whole.decoder.record(False)
+    assert whole.decoder.chosen_experts == []
+
+
+def test_what_passes_through_beside_experts_is_recorded_as_a_part_of_them(tmp_path: Path) -> None:
+    engine = load(tiny_models.make(tmp_path, "deepseek-v3"))
+    assert engine.config.moe is not None
+    sparse = engine.config.moe.sparse_layers.index(True)
+    engine.decoder.record(True)
+    engine.forward(batches(engine)[0])
+    kinds = [kind for kind, layer, _, _ in engine.decoder.events if layer == sparse]
+    assert kinds[-6:] == ["moe"] * 5 + ["other"]  # gate and up, their product, down; gating; experts; the next norm
+    assert "moe" not in kinds[:-6]

@@ -94,6 +94,7 @@ struct StepArgs {
   char* workspace;         // of twinpool_decoder_bytes; keeps its content from stage to stage
   Event* events;           // null, or room for all of a step
   int64_t num_events;
+  uint8_t* chosen_experts;  // null, or [num_layers, experts of a layer]: those of a step become 1
 };
 
 // Tokens that pass through several kernels one after the other while they are in L1.
@@ -165,8 +166,8 @@ inline int64_t most_code_bytes(const PackedLinear& weight) {
   return weight.format == Format::as_activations ? 0 : 2 * weight.steps * 4;
 }
 
-inline void run_timed(const Step& step, int32_t layer, const LinearArgs& args) {
-  const Timer timer(step, Kind::linear, layer);
+inline void run_timed(const Step& step, int32_t layer, const LinearArgs& args, Kind kind = Kind::linear) {
+  const Timer timer(step, kind, layer);
   run_linear_tasks(args);
 }
 
@@ -224,8 +225,10 @@ class GatedMlp {
  public:
   GatedMlp(const Step& step, const GatedPart& part, Carver& carver);
   void run(int32_t layer, char* to) const;  // from x
+  void run_beside_experts(int32_t layer, char* to) const;  // the same, as a part of them
 
  private:
+  void run_as(Kind matrices, Kind between, int32_t layer, char* to) const;
   void gate(const LinearArgs& down) const;
 
   const Step& s;
@@ -243,6 +246,7 @@ class ExpertMlp {
 
  private:
   void route() const;
+  void note_chosen(int32_t layer) const;
 
   const Step& s;
   const ExpertPart& p;

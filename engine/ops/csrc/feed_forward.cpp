@@ -12,14 +12,18 @@ GatedMlp::GatedMlp(const Step& step, const GatedPart& part, Carver& carver)
   codes = carver.take<int8_t>(s.tokens * most_code_bytes(*p.down)), row_scales = carver.take<float>(s.tokens);
 }
 
-void GatedMlp::run(int32_t layer, char* to) const {
-  run_timed(s, layer, s.over_x(*p.gate_up, gate_up));
+void GatedMlp::run(int32_t layer, char* to) const { run_as(Kind::linear, Kind::other, layer, to); }
+
+void GatedMlp::run_beside_experts(int32_t layer, char* to) const { run_as(Kind::moe, Kind::moe, layer, to); }
+
+void GatedMlp::run_as(Kind matrices, Kind between, int32_t layer, char* to) const {
+  run_timed(s, layer, s.over_x(*p.gate_up, gate_up), matrices);
   const LinearArgs down = {p.down, turned, inner * s.size, s.tokens, codes, row_scales, to};
   {
-    const Timer timer(s, Kind::other, layer);
+    const Timer timer(s, between, layer);
     gate(down);
   }
-  run_timed(s, layer, down);
+  run_timed(s, layer, down, matrices);
 }
 
 // silu(gate) * up, the change of basis and quantizing for `down`.
@@ -49,14 +53,20 @@ ExpertMlp::ExpertMlp(const Step& step, const ExpertPart& part, const GatedPart* 
 }
 
 void ExpertMlp::run(int32_t layer) const {
-  if (shared) shared->run(layer, shared_out);
+  if (shared) shared->run_beside_experts(layer, shared_out);
   {
     const Timer timer(s, Kind::moe, layer);
     route();
   }
+  if (s.args.chosen_experts) note_chosen(layer);
   const Timer timer(s, Kind::moe, layer);
   run_experts(p.experts,
               {s.x, s.decoder.hidden * s.size, s.tokens, p.k, weights, chosen, s.codes, s.row_scales, shared_out}, s.y);
+}
+
+void ExpertMlp::note_chosen(int32_t layer) const {
+  uint8_t* experts = s.args.chosen_experts + layer * static_cast<int64_t>(p.experts.num_experts);
+  for (int64_t i = 0; i < s.tokens * p.k; ++i) experts[chosen[i]] = 1;
 }
 
 // Scores that are nearly equal must not change places by rounding: in fp32.
