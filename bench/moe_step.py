@@ -14,91 +14,26 @@ import argparse
 import json
 import os
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from bench import random_model
 from bench.machine import describe
 from bench.offline import GREEDY
 from bench.sequences import CachedSequences
-from engine import models, ops
+from engine import ops
 from engine.batch import BatchItem
 from engine.engine import Engine
-from engine.kv_cache import KvCache
-from engine.model_config import ModelConfig
 from engine.ops import native
 from engine.quantization import WEIGHT_FORMATS
 from engine.sampling import Sampled, SampleRow
 
-LENGTH, BLOCK_SIZE = 128, 64
-_COMMON = {
-    "vocab_size": 32000,
-    "hidden_size": 1024,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 16,
-    "intermediate_size": 3072,
-    "num_experts_per_tok": 8,
-}
-KINDS: dict[str, dict[str, Any]] = {
-    "qwen3-moe": {
-        "model_type": "qwen3_moe",
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 64,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-    },
-    "deepseek-v3": {
-        "model_type": "deepseek_v3",
-        "q_lora_rank": 384,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_routed_experts": 64,
-        "moe_intermediate_size": 512,
-        "first_k_dense_replace": 1,
-    },
-}
-
-
-class RandomWeights:
-    """In the place of a checkpoint: every tensor it is asked for, scaled by the number of inputs."""
-
-    names: Sequence[str] = ()
-
-    def __init__(self) -> None:
-        self._generator = torch.Generator().manual_seed(0)
-
-    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        if len(shape) == 1:
-            return torch.ones(shape, dtype=dtype) if name.endswith("weight") else torch.zeros(shape, dtype=dtype)
-        scaled: torch.Tensor = torch.randn(shape, generator=self._generator) * shape[-1] ** -0.5
-        return scaled.to(dtype)
-
-    def untaken(self, layer: int) -> list[str]:
-        return []
-
-
-def load(kind: str, weights: str, memory_bytes: int, **sizes: Any) -> Engine:
-    """sizes: that differ from KINDS."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(_COMMON | KINDS[kind] | sizes))
-        config = ModelConfig.read(Path(folder))
-    checkpoint: Any = RandomWeights()
-    backend = ops.load("cpu")
-    layout = models.cache_layout(config, BLOCK_SIZE, "int8")
-    with torch.inference_mode():
-        model = models.read(
-            *(config, checkpoint, backend, torch.bfloat16), int8_cache=True, weights=weights, latent_form="absorbed"
-        )
-        cache = KvCache(layout, memory_bytes // layout.block_bytes)
-    return Engine(config, model, cache, model_name=kind, fingerprint="")
+LENGTH = 128
+KINDS = ("qwen3-moe", "deepseek-v3")  # of random_model.CONFIGS, those that the CPU backend has as one call
 
 
 @torch.inference_mode()
@@ -148,7 +83,7 @@ def measure(engine: Engine, count: int, repeats: int) -> tuple[float, float, flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32], help="sequences in a step (1 8 32)")
     parser.add_argument("--weights", choices=WEIGHT_FORMATS, default="bf16", help="how matrices are held")
     parser.add_argument("--cores", type=int, default=1, help="cores to use (default 1)")
@@ -158,11 +93,12 @@ def main() -> None:
         parser.error("--batch, --cores and --repeats are at least 1")
     cores = sorted(os.sched_getaffinity(0))[: args.cores]
     os.sched_setaffinity(0, cores)
-    ops.load("cpu").set_num_threads(len(cores))
+    backend = ops.load("cpu")
+    backend.set_num_threads(len(cores))
     steps: dict[str, dict[str, dict[str, float]]] = {}
     print(f"{'model':12} {'batch':>5} {'one call ms':>12} {'operators ms':>13} {'ratio':>6}")
     for kind in args.kinds:
-        engine = load(kind, args.weights, 512 << 20)
+        engine = random_model.load(kind, backend, weights=args.weights, memory_bytes=512 << 20)
         steps[kind] = {}
         for count in args.batch:
             whole, single, ratio = measure(engine, count, args.repeats)

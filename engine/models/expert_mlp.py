@@ -48,10 +48,20 @@ class ExpertMlp:
         return out if self.shared is None else out + self.shared.forward(x)
 
     @property
+    def num_elements(self) -> int:
+        """Products of one token."""
+        shared = 0 if self.shared is None else self.shared.num_elements
+        return self.router.num_elements + self.moe.experts_per_token * self.experts.num_elements + shared
+
+    @property
     def nbytes(self) -> int:
         """Bytes that a step of one token reads."""
-        active = self.experts.nbytes(range(self.moe.experts_per_token))
-        return self.router.nbytes + active + (0 if self.shared is None else self.shared.nbytes)
+        return self.nbytes_of(range(self.moe.experts_per_token))
+
+    def nbytes_of(self, chosen: Sequence[int]) -> int:
+        """Bytes that a step reads in which these experts are chosen, by any of its tokens."""
+        shared = 0 if self.shared is None else self.shared.nbytes
+        return self.router.nbytes + self.experts.nbytes(chosen) + shared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +74,11 @@ class ClampedMlp:
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden] normed -> [T, hidden]."""
         return self.ops.moe_experts(x, self.expert, torch.ones(len(x), 1), torch.zeros(len(x), 1, dtype=torch.int32))
+
+    @property
+    def num_elements(self) -> int:
+        """Products of one token."""
+        return self.expert.num_elements
 
     @property
     def nbytes(self) -> int:

@@ -28,6 +28,11 @@ class GatedMlp:
         return self.ops.linear(gated, self.down)
 
     @property
+    def num_elements(self) -> int:
+        """Products of one token."""
+        return self.gate_up.num_elements + self.down.num_elements
+
+    @property
     def nbytes(self) -> int:
         """Bytes that a step reads."""
         return self.gate_up.nbytes + self.down.nbytes

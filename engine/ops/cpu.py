@@ -83,6 +83,7 @@ __all__ = [
 ]
 
 NAME = "cpu"
+DEVICE = "cpu"  # torch's name of what it computes on
 SHARES_WEIGHTS = True  # packed tensors are only read, and may lie in memory shared with other processes
 
 _library = native.library()
@@ -137,6 +138,11 @@ class Linear:
             *(self.in_features, self.out_features, self.panels.data_ptr(), *pointers),
         )
         object.__setattr__(self, "args", args)
+
+    @property
+    def num_elements(self) -> int:
+        """Products of one row."""
+        return self.in_features * self.out_features
 
     @property
     def nbytes(self) -> int:

@@ -111,6 +111,11 @@ class Experts:
         args = native.ExpertsArgs(len(self.down), _array(self.gate_up), _array(self.down), rotation, self.limit)
         object.__setattr__(self, "args", args)
 
+    @property
+    def num_elements(self) -> int:
+        """Products of one row in one expert."""
+        return self.gate_up[0].num_elements + self.down[0].num_elements
+
     def nbytes(self, experts: Sequence[int] | None = None) -> int:
         """Bytes that one pass reads when these experts are chosen; None: all."""
         indices = range(len(self.down)) if experts is None else sorted(set(experts))
@@ -161,6 +166,11 @@ class LinearGroups:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "args", _array(self.parts))
+
+    @property
+    def num_elements(self) -> int:
+        """Products of one row of every group."""
+        return sum(part.num_elements for part in self.parts)
 
     @property
     def nbytes(self) -> int:

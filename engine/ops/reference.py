@@ -70,6 +70,7 @@ __all__ = [
 ]
 
 NAME = "reference"
+DEVICE = "cpu"  # torch's name of what it computes on
 SHARES_WEIGHTS = False
 
 

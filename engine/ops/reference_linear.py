@@ -29,6 +29,11 @@ class Linear:
         return self.weight.shape[1]
 
     @property
+    def num_elements(self) -> int:
+        """Products of one row."""
+        return self.weight.numel()
+
+    @property
     def nbytes(self) -> int:
         """Bytes that one pass over the weight reads."""
         return sum(x.nbytes for x in (self.weight, self.scales, self.bias) if x is not None)

@@ -71,6 +71,11 @@ class Experts:
     gated_rotation: Linear | None
     limit: float
 
+    @property
+    def num_elements(self) -> int:
+        """Products of one row in one expert."""
+        return self.gate_up[0].num_elements + self.down[0].num_elements
+
     def nbytes(self, experts: Sequence[int] | None = None) -> int:
         """Bytes that one pass reads when these experts are chosen; None: all."""
         indices = range(len(self.down)) if experts is None else sorted(set(experts))
@@ -111,6 +116,11 @@ def moe_experts(x: torch.Tensor, experts: Experts, weights: torch.Tensor, chosen
 @dataclass(frozen=True, slots=True)
 class LinearGroups:
     parts: Sequence[Linear]
+
+    @property
+    def num_elements(self) -> int:
+        """Products of one row of every group."""
+        return sum(part.num_elements for part in self.parts)
 
     @property
     def nbytes(self) -> int:

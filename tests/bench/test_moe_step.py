@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench import moe_step
+from bench import moe_step, random_model
+from engine import ops
 
 SMALL = {
     "vocab_size": 64,
@@ -18,7 +19,7 @@ SMALL = {
 
 @pytest.mark.parametrize("kind", moe_step.KINDS)
 def test_a_step_is_timed_both_ways(kind: str) -> None:
-    engine = moe_step.load(kind, "bf16", 8 << 20, **SMALL)
+    engine = random_model.load(kind, ops.load("cpu"), weights="bf16", memory_bytes=8 << 20, **SMALL)
     assert engine.decoder is not None
     assert all(figure > 0 for figure in moe_step.measure(engine, 2, 3))
     assert engine.blocks.num_free == engine.cache.num_rows
