@@ -25,16 +25,15 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from bench import device_profile, random_model
-from bench.limits import Limits, native_limits, torch_limits
+from bench.limits import native_limits, torch_limits
 from bench.machine import describe
 from bench.offline import GREEDY
 from bench.operators import TimedOperators
+from bench.profile_table import figures, table
 from bench.sequences import CachedSequences
-from bench.step import KINDS, Event, Step, median_step, write_trace
-from bench.work import Work, work
+from bench.step import Event, Step, median_step, write_trace
 from engine import ops
 from engine.batch import BatchItem
 from engine.engine import Engine
@@ -139,43 +138,6 @@ def _native_step(sequences: CachedSequences, items: Sequence[BatchItem], recorde
 
 def _rows(count: int) -> list[SampleRow]:
     return [SampleRow(GREEDY, [0], [])] * count
-
-
-def figures(engine: Engine, step: Step, limits: Limits) -> dict[str, dict[str, float]]:
-    """By kind: share of the step's time, and bytes, operations and their rates where they are counted."""
-    needed, kinds = work(engine, step.items, step.chosen_experts), {}
-    for kind, share in step.shares().items():
-        kinds[kind] = {"share": round(share, 4), "ms": round(share * step.seconds * 1e3, 4)}
-        if kind in needed and share:
-            kinds[kind] |= _rates(needed[kind], share * step.seconds, limits)
-    return kinds
-
-
-def _rates(needed: Work, seconds: float, limits: Limits) -> dict[str, float]:
-    return {
-        "bytes": needed.num_bytes,
-        "operations": needed.operations,
-        "gb_s": round(needed.num_bytes / seconds / 1e9, 3),
-        "gop_s": round(needed.operations / seconds / 1e9, 3),
-        "of_read_limit": round(needed.num_bytes / seconds / limits.bytes_per_s, 3),
-        "of_multiply_limit": round(needed.operations / seconds / limits.operations_per_s, 3),
-    }
-
-
-def table(kinds: dict[str, dict[str, float]], seconds: float, limits: Limits) -> Table:
-    read, multiply = limits.bytes_per_s / 1e9, limits.operations_per_s / 1e9
-    shown = Table(title=f"step of {seconds * 1e3:.2f} ms; limits {read:.1f} GB/s, {multiply:.0f} Gop/s")
-    shown.add_column("kind", no_wrap=True)
-    for column in ("share", "ms", "MB", "GB/s", "of limit", "Gop", "Gop/s", "of limit"):
-        shown.add_column(column, justify="right")
-    for kind in KINDS:
-        each = kinds[kind]
-        cells = [kind, f"{each['share']:.1%}", f"{each['ms']:.3f}"]
-        if "bytes" in each:
-            cells += [f"{each['bytes'] / 1e6:.2f}", f"{each['gb_s']:.2f}", f"{each['of_read_limit']:.2f}"]
-            cells += [f"{each['operations'] / 1e9:.4f}", f"{each['gop_s']:.2f}", f"{each['of_multiply_limit']:.2f}"]
-        shown.add_row(*cells)
-    return shown
 
 
 def load(args: argparse.Namespace, backend: ModuleType, threads: int) -> Engine:

@@ -17,6 +17,7 @@ import pytest
 from bench import profile, random_model
 from bench.limits import Limits
 from bench.operators import KIND_OF, PARTS, Clock, TimedOperators
+from bench.profile_table import figures
 from bench.sequences import CachedSequences
 from bench.step import KINDS, Step, median_step
 from bench.work import work
@@ -188,7 +189,7 @@ def test_rates_are_held_against_both_limits(tmp_path: Path) -> None:
     engine = Engine.load(tiny_models.make(tmp_path), memory_bytes=1 << 20)
     items = CachedSequences(engine, 2, 9).items([1], 8)
     step = Step(items=items, events=[("linear", "", 0, 5_000_000)], seconds=0.01, chosen_experts=[])
-    got = profile.figures(engine, step, Limits(1e9, 1e9))["linear"]
+    got = figures(engine, step, Limits(1e9, 1e9))["linear"]
     needed = work(engine, items, [])["linear"]
     assert (got["share"], got["ms"]) == (0.5, 5)
     assert got["gb_s"] == got["of_read_limit"] == round(needed.num_bytes / 5e6, 3)
