@@ -39,9 +39,14 @@ def table(kinds: dict[str, dict[str, float]], seconds: float, limits: Limits) ->
         shown.add_column(column, justify="right")
     for kind in KINDS:
         each = kinds[kind]
-        cells = [kind, f"{each['share']:.1%}", f"{each['ms']:.3f}"]
+        cells = [kind, f"{each['share']:.1%}", _short(each["ms"])]
         if "bytes" in each:
-            cells += [f"{each['bytes'] / 1e6:.2f}", f"{each['gb_s']:.2f}", f"{each['of_read_limit']:.2f}"]
-            cells += [f"{each['operations'] / 1e9:.4f}", f"{each['gop_s']:.2f}", f"{each['of_multiply_limit']:.2f}"]
+            cells += [_short(each["bytes"] / 1e6), _short(each["gb_s"]), f"{each['of_read_limit']:.2f}"]
+            cells += [_short(each["operations"] / 1e9), _short(each["gop_s"]), f"{each['of_multiply_limit']:.2f}"]
         shown.add_row(*cells)
     return shown
+
+
+def _short(number: float) -> str:
+    """Three digits or all before the point."""
+    return f"{number:.{0 if number >= 100 else 1 if number >= 10 else 2 if number >= 1 else 3}f}"
