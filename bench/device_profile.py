@@ -40,7 +40,7 @@ def record_steps(
     tool: TORCH or TORCH_NPU; device: torch's name of the kind that `backend` computes on; take_step: of the items and
     of what makes a span of a kind and a name. Raises ConfigError where something that `tool` needs is missing.
     """
-    profiler = _profiler(tool, device)
+    profiler = find(tool, device)
     wait = torch.get_device_module(device).synchronize
     operators = Operators(backend, _span)
     chosen = []
@@ -72,8 +72,8 @@ def _span(kind: str, name: str) -> Any:
     return torch.profiler.record_function(f"{PREFIX}{kind}: {name}")
 
 
-def _profiler(tool: str, device: str) -> Any:
-    """The module. Raises ConfigError saying what is missing."""
+def find(tool: str, device: str) -> Any:
+    """The module of that tool, for that device. Raises ConfigError saying what is missing."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--profiler torch: torch finds no CUDA device")
     if tool == TORCH:
@@ -88,6 +88,8 @@ def _profiler(tool: str, device: str) -> Any:
         raise ConfigError(f"--profiler torch_npu: torch_npu cannot be imported ({exc}); is CANN installed?") from exc
     if not torch_npu.npu.is_available():
         raise ConfigError("--profiler torch_npu: torch_npu finds no Ascend device")
+    if device != "npu":
+        raise ConfigError(f"--profiler torch_npu: the backend computes on the device {device}, which is no NPU")
     return torch_npu.profiler
 
 

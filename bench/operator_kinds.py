@@ -2,7 +2,7 @@
 
 Names are compared without underscores and case, so that one list serves the names of torch_npu's functions
 (npu_fused_infer_attention_score), those of CANN's operator types (FusedInferAttentionScore), HCCL's (hcom_allReduce_)
-and CUDA's kernels. A product of matrices may be a router's, and a top-k a gating's or a sampler's: for such names the
+and CUDA's kernels. A product of matrices may be a router's, and a softmax or a top-k a gating's: for such names the
 kind is that of the span of ours (bench/operators.py) that launched the operator, where it is known.
 """
 
@@ -10,24 +10,17 @@ from __future__ import annotations
 
 # Looked for in this order: a name may hold words of several lines.
 CERTAIN: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("moe", ("moe", "groupedmatmul", "rerouting", "expert")),
+    ("moe", ("moe", "groupedmatmul")),
     ("moe", ("hcom", "hccl", "nccl", "alltoall", "allgather", "reducescatter", "allreduce")),  # communication
     ("linear", ("mlaprolog", "mlapreprocess")),  # all matrices in front of attention in one, with the write of latents
-    (
-        "kv_access",
-        ("ropecache", "andcache", "pakvcache", "kvcache", "rotary", "rope", "scatternd", "indexput", "epilog"),
-    ),
-    (
-        "attention",
-        (
-            *("attention", "flashattn", "flashfwd", "fmha", "attn", "ringmla", "mlaquant", "softmaxv2"),
-            *("lightningindexer", "fusedinfer"),
-        ),
-    ),
+    ("attention", ("attention", "attn", "flashfwd", "fmha", "fusedinfer", "ringmla", "lightningindexer")),
+    ("kv_access", ("andcache", "kvcache", "rotary", "rope", "compressepilog")),
     ("sampling", ("topktopp", "argmax", "multinomial")),
 )
 UNCERTAIN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("linear", ("matmul", "gemm", "gemv", "cutlass", "cublas", "nvjet", "linear")),
+    ("attention", ("softmax",)),
+    ("kv_access", ("scatternd", "indexput")),
     ("sampling", ("topk", "sort")),
 )
 

@@ -48,15 +48,20 @@ PROFILERS = (AUTO, NATIVE, device_profile.TORCH, device_profile.TORCH_NPU)
 
 
 def choose_profiler(asked: str, backend: ModuleType) -> str:
-    """Raises ConfigError for one that does not see what the backend does."""
-    is_native = backend.NAME == "cpu"
-    if asked == NATIVE and not is_native:
+    """Raises ConfigError for one that does not see what the backend does, and where something that it needs is
+    missing."""
+    is_native, tool = backend.NAME == "cpu", asked
+    if asked == AUTO and is_native:
+        tool = NATIVE
+    elif asked == AUTO:
+        tool = device_profile.TORCH_NPU if backend.DEVICE == "npu" else device_profile.TORCH
+    if tool == NATIVE and not is_native:
         raise ConfigError(f"--profiler native records the native CPU backend only, not {backend.NAME}")
-    if asked != AUTO:
-        return asked
-    if is_native:
-        return NATIVE
-    return device_profile.TORCH_NPU if backend.DEVICE == "npu" else device_profile.TORCH
+    if tool == device_profile.TORCH and is_native:
+        raise ConfigError("--profiler torch does not see into the native CPU backend: take --backend reference")
+    if tool != NATIVE:
+        device_profile.find(tool, backend.DEVICE)
+    return tool
 
 
 def plan(sequences: CachedSequences, phase: str, length: int, repeats: int) -> list[list[BatchItem]]:

@@ -56,6 +56,10 @@ from twinpool.errors import ConfigError
         ("ArgMaxV2", None, "sampling"),
         ("TopKV2", None, "sampling"),
         ("TopKV2", "moe", "moe"),
+        ("SoftmaxV2", None, "attention"),
+        ("SoftmaxV2", "moe", "moe"),
+        ("ScatterNdUpdate", None, "kv_access"),
+        ("cutlass::epilogue::LinearCombination", "moe", "moe"),
         ("AddRmsNorm", None, "other"),
         ("SwiGlu", "other", "other"),
         ("DynamicQuant", "linear", "linear"),
@@ -311,6 +315,12 @@ def test_a_missing_torch_npu_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match="finds no Ascend device"):
         record()
     monkeypatch.delitem(sys.modules, "torch_npu")
+
+
+def test_torch_npu_is_refused_for_what_computes_elsewhere(npu: Callable[..., StandIn]) -> None:
+    npu()
+    with pytest.raises(ConfigError, match="computes on the device cpu, which is no NPU"):
+        device_profile.find("torch_npu", "cpu")
 
 
 def test_a_missing_cuda_device_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

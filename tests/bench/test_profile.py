@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 
-from bench import profile, random_model
+from bench import device_profile, profile, random_model
 from bench.limits import Limits
 from bench.operators import KIND_OF, PARTS, Clock, TimedOperators
 from bench.profile_table import figures
 from bench.sequences import CachedSequences
 from bench.step import KINDS, Step, median_step
 from bench.work import work
-from engine import ops
 from engine.engine import Engine
 from engine.models.expert_mlp import ExpertMlp
 from engine.ops import cpu, reference
 from tests import tiny_models
+from twinpool.errors import ConfigError
 
 Run = Callable[..., dict[str, Any]]
 
@@ -197,7 +197,7 @@ def test_rates_are_held_against_both_limits(tmp_path: Path) -> None:
 
 
 def test_without_the_native_library_torch_records(tmp_path: Path) -> None:
-    model_dir = tiny_models.make(tmp_path / "tiny", "qwen3-moe")
+    model_dir, root = tiny_models.make(tmp_path / "tiny", "qwen3-moe"), Path(__file__).parents[2]
     program = (
         "import sys; from engine.ops import native; native.library = lambda: None\n"
         "from bench import profile\n"
@@ -205,7 +205,7 @@ def test_without_the_native_library_torch_records(tmp_path: Path) -> None:
         f"--trace {tmp_path / 'trace.json'}'.split()\n"
         "profile.main(); print('engine.ops.cpu' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, cwd=root)
     assert done.returncode == 0, done.stderr
     *_, result, has_native = done.stdout.splitlines()
     assert has_native == "False"
@@ -214,13 +214,23 @@ def test_without_the_native_library_torch_records(tmp_path: Path) -> None:
 
 
 def test_a_profiler_is_refused_that_does_not_see_the_backend() -> None:
-    with pytest.raises(ops.ConfigError, match="native CPU backend only, not reference"):
+    with pytest.raises(ConfigError, match="native CPU backend only, not reference"):
         profile.choose_profiler("native", reference)
+    with pytest.raises(ConfigError, match="take --backend reference"):
+        profile.choose_profiler("torch", cpu)
     assert profile.choose_profiler("auto", reference) == "torch"
     assert profile.choose_profiler("auto", cpu) == "native"
-    assert profile.choose_profiler("torch", cpu) == "torch"
 
 
 def test_an_ascend_backend_is_recorded_by_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "DEVICE", "npu")
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr(device_profile, "find", lambda tool, device: asked.append((tool, device)))
     assert profile.choose_profiler("auto", reference) == "torch_npu"
+    assert asked == [("torch_npu", "npu")]
+
+
+def test_without_torch_npu_the_command_says_so_before_it_loads(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("--model", "no-such-model", "--profiler", "torch_npu")
+    assert "torch_npu: the package torch_npu is not installed" in capsys.readouterr().err
