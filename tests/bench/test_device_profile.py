@@ -314,7 +314,7 @@ def test_a_missing_torch_npu_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     importlib.invalidate_caches()
     with pytest.raises(ConfigError, match="finds no Ascend device"):
         record()
-    monkeypatch.delitem(sys.modules, "torch_npu")
+    del sys.modules["torch_npu"]
 
 
 def test_torch_npu_is_refused_for_what_computes_elsewhere(npu: Callable[..., StandIn]) -> None:
