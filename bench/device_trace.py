@@ -117,11 +117,12 @@ class Trace:
         for each in self.events:
             if each.get("ph") == "s" and each.get("cat") in _LAUNCHES:
                 starts[each["cat"], each["id"]] = (_thread(each), float(each["ts"]))
-        return sorted(
+        launches = [
             (float(each["ts"]), *starts[each["cat"], each["id"]])
             for each in self.events
             if each.get("ph") == "f" and (each.get("cat"), each.get("id")) in starts
-        )
+        ]
+        return sorted(launches, key=lambda launch: launch[0])
 
     def _launched_in(self, operator: DeviceOperator) -> str | None:
         """The kind of the innermost span that was open on the launching thread."""
