@@ -173,6 +173,7 @@ void run_attention_tasks(int32_t group, int32_t num_groups, int64_t width, const
     }
   }
 
+  for (size_t i = 0; i + threads < pieces.size(); ++i) pieces[i].task.next = &pieces[i + threads].task;
   parallel_for(static_cast<int64_t>(pieces.size()), [&](int64_t i) {
     const Piece& piece = pieces[i];
     run(piece.task);

@@ -67,9 +67,17 @@ TWINPOOL_INLINE U32 to_bf16_bits(F32 v) {
 #if TWINPOOL_BF16_DOT
 constexpr int64_t kCodes = 64;  // int8 a vector
 
+// Codes of `count` tokens that the next tile unpacks. Tiles are small and lie apart: the processor does not foresee
+// them, and would wait for memory a third of the time.
+TWINPOOL_INLINE void fetch_codes(const int8_t* const* tokens, int count, int64_t head_dim) {
+  for (int t = 0; t < count; ++t)
+    for (int64_t d = 0; d < head_dim; d += kLine) __builtin_prefetch(tokens[t] + d, 0, kIntoL2);
+}
+
 // What follows below, for head_dim in whole vectors of codes: keys are turned over as codes, four a lane.
-void unpack_key_codes(const int8_t* const* keys, int64_t head_dim, uint32_t* panel) {
-  for (int t = 0; t < kTile; t += kLanes)
+void unpack_key_codes(const int8_t* const* keys, const int8_t* const* next, int64_t head_dim, uint32_t* panel) {
+  for (int t = 0; t < kTile; t += kLanes) {
+    if (next) fetch_codes(next + t, kLanes, head_dim);
     for (int64_t d = 0; d < head_dim; d += kCodes) {
       U32 square[kLanes];
       for (int i = 0; i < kLanes; ++i) square[i] = load_vector<U32>(keys[t + i] + d);
@@ -82,9 +90,10 @@ void unpack_key_codes(const int8_t* const* keys, int64_t head_dim, uint32_t* pan
         store_vector(to + kTile, words[1]);
       }
     }
+  }
 }
 
-void unpack_value_codes(const int8_t* const* values, int64_t head_dim, uint32_t* panels) {
+void unpack_value_codes(const int8_t* const* values, const int8_t* const* next, int64_t head_dim, uint32_t* panels) {
   static_assert(kPanel == kCodes);
   constexpr int kSteps = kTile / 2;
   alignas(64) uint16_t lanes[2][2 * kLanes];  // 16 values of one token beside those of the next
@@ -95,7 +104,8 @@ void unpack_value_codes(const int8_t* const* values, int64_t head_dim, uint32_t*
     }
   const __m512i first = _mm512_load_si512(lanes[0]), second = _mm512_load_si512(lanes[1]);
   const __m512i lower = _mm512_load_si512(kHalves.first), upper = _mm512_load_si512(kHalves.second);
-  for (int step = 0; step < kSteps; ++step)
+  for (int step = 0; step < kSteps; ++step) {
+    if (next) fetch_codes(next + 2 * step, 2, head_dim);
     for (int64_t d = 0; d < head_dim; d += kCodes) {
       __m512i low, high, even[2], odd[2];
       bf16_bytes(load_vector<__m512i>(values[2 * step] + d), low, high);
@@ -108,14 +118,17 @@ void unpack_value_codes(const int8_t* const* values, int64_t head_dim, uint32_t*
         store_vector(to + (2 * half + 1) * kLanes, _mm512_permutex2var_epi16(even[half], second, odd[half]));
       }
     }
+  }
 }
 #endif
 
+// next: null, or the keys of the next tile, to be fetched meanwhile.
 template <class T, class Kv>
-void unpack_keys(const Kv* const* keys, int64_t head_dim, uint32_t* staging, uint32_t* panel) {
+void unpack_keys(const Kv* const* keys, int64_t head_dim, uint32_t* staging, uint32_t* panel,
+                 [[maybe_unused]] const Kv* const* next = nullptr) {
 #if TWINPOOL_BF16_DOT
   if constexpr (sizeof(T) == sizeof(bf16) && sizeof(Kv) == 1)
-    if (head_dim % kCodes == 0) return unpack_key_codes(keys, head_dim, panel);
+    if (head_dim % kCodes == 0) return unpack_key_codes(keys, next, head_dim, panel);
 #endif
   const int64_t words = head_dim / kPerWord<T>, stride = ceil_div(words, kLanes) * kLanes;
   for (int t = 0; t < kTile; ++t) {
@@ -140,10 +153,11 @@ void unpack_keys(const Kv* const* keys, int64_t head_dim, uint32_t* staging, uin
 }
 
 template <class T, class Kv>
-void unpack_values(const Kv* const* values, int64_t head_dim, uint32_t* panels) {
+void unpack_values(const Kv* const* values, int64_t head_dim, uint32_t* panels,
+                   [[maybe_unused]] const Kv* const* next = nullptr) {
 #if TWINPOOL_BF16_DOT
   if constexpr (sizeof(T) == sizeof(bf16) && sizeof(Kv) == 1)
-    if (head_dim % kCodes == 0) return unpack_value_codes(values, head_dim, panels);
+    if (head_dim % kCodes == 0) return unpack_value_codes(values, next, head_dim, panels);
 #endif
   constexpr int kSteps = kTile / kPerWord<T>;
   for (int step = 0; step < kSteps; ++step)
@@ -305,7 +319,7 @@ void attend(const AttentionArgs& args, const AttentionTask& task) {
   ChunkRows gathered = {rows, out_width};
   uint32_t *key_panel, *value_panels, *staging;
   Kv* zeros;
-  Tile<Kv>* tile;
+  Tile<Kv>*tile, *next;
   const auto carve = [&](char* base) {
     Carver carver(base);
     q = carver.take<T>(rows * head_dim);
@@ -315,7 +329,7 @@ void attend(const AttentionArgs& args, const AttentionTask& task) {
     staging = carver.take<uint32_t>(kTile * (words + kLanes));
     scores = carver.take<float>(kRowsTogether<T> * kTile);
     weights = carver.take<T>(kRowsTogether<T> * kTile);
-    tile = carver.take<Tile<Kv>>(1);
+    tile = carver.take<Tile<Kv>>(1), next = carver.take<Tile<Kv>>(1);
     zeros = carver.take<Kv>(head_dim);
     return carver.bytes();
   };
@@ -331,12 +345,18 @@ void attend(const AttentionArgs& args, const AttentionTask& task) {
   std::memset(value_panels, 0, out_width * kValueSteps * sizeof(uint32_t));
   std::memset(zeros, 0, head_dim * sizeof(Kv));
 
+  find_tile(args, task, chunk_begin(task), zeros, *next);
   for (int64_t start = chunk_begin(task); start < chunk_end(task); start += kTile) {
     const int64_t first_seeing = std::max<int64_t>(0, start - task.position) * group;
     if (task.chunk < 0) gathered.before_tile(start, first_seeing);
-    find_tile(args, task, start, zeros, *tile);
-    unpack_keys<T>(tile->keys, head_dim, staging, key_panel);
-    unpack_values<T>(tile->values, head_dim, value_panels);
+    std::swap(tile, next);
+    const bool is_last = start + kTile >= chunk_end(task), has_next = !is_last || task.next;
+    if (has_next) {
+      const AttentionTask& of = is_last ? *task.next : task;
+      find_tile(args, of, is_last ? chunk_begin(of) : start + kTile, zeros, *next);
+    }
+    unpack_keys<T>(tile->keys, head_dim, staging, key_panel, has_next ? next->keys : nullptr);
+    unpack_values<T>(tile->values, head_dim, value_panels, has_next ? next->values : nullptr);
 
     for (int64_t r = first_seeing, n; r < rows; r += n) {
       n = std::min<int64_t>(kRowsTogether<T>, rows - r);

@@ -112,6 +112,7 @@ struct AttentionTask {
   int32_t sequence, kv_head, first_query, num_queries, position;
   int32_t chunk = -1;        // the only one of the context to be looked at, if any;
   float* partial = nullptr;  // then what it gives comes here: partial_floats of it
+  const AttentionTask* next = nullptr;  // most likely the thread's next: what it begins with is fetched meanwhile
 };
 
 // The context is attended to in chunks of so many tokens, whose results are merged in their order, whoever made them.
